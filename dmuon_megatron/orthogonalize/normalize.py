@@ -1,0 +1,42 @@
+"""Division by the Frobenius norm, for inputs of any magnitude."""
+
+import torch
+from torch import Tensor
+
+# Squares are summed in the working dtype over pieces this long and in fp64 over the pieces.
+_PIECE = 1024
+
+
+def normalize_into(stage: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """stage = scale x / |x|_F, per matrix of a batch.
+
+    ``x``: (b, m, n), any float dtype and strides, only read. ``stage``: (b, m, n), contiguous,
+    fp32 or fp64; may be ``x``. A zero matrix gives exactly zero. A matrix that holds a NaN or Inf
+    gives NaN in all elements and leaves the others alone.
+    Returns (b,) bool: whether the matrix is finite (on x's device; nothing waits for it).
+
+    There is no epsilon: entries of 1e-40 count as those of 1 do, and 1e30 does not overflow,
+    because a power of two first brings the largest entry to [0.5, 1) (exactly).
+    """
+    b, m, n = x.shape
+    limits = torch.finfo(stage.dtype)
+    peak = torch.linalg.vector_norm(x, float("inf"), dim=(1, 2), keepdim=True).to(stage.dtype)
+    finite = peak.isfinite()
+    bounded = peak.clamp(limits.tiny, 1 / limits.tiny)
+    power = torch.frexp(bounded).mantissa / bounded  # 2^-exponent, exactly
+    torch.mul(x, power.masked_fill_(~finite, float("nan")), out=stage)
+
+    flat = stage.view(b, m * n)
+    whole = m * n - m * n % _PIECE
+    squares = _sum_of_squares(flat[:, whole:])
+    if whole:
+        pieces = flat[:, :whole].view(b, whole // _PIECE, _PIECE)
+        squares += _sum_of_squares(pieces).sum(-1)
+    norm = squares.sqrt_()
+    norm.masked_fill_(norm == 0, 1.0)
+    stage.div_((norm / scale).to(stage.dtype).view(b, 1, 1))
+    return finite.view(b)
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1).double().square_()
