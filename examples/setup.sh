@@ -4,7 +4,8 @@
 #   PYTHON      the interpreter to use (3.12 or newer); looked for when unset
 #   DMUON_VENV  where the environment lives, .venv in the repository when unset
 #
-# Leaves DMUON_ROOT (the repository) and DMUON_PYTHON (the environment's interpreter) set.
+# Leaves DMUON_ROOT (the repository) and DMUON_PYTHON (the environment's interpreter) set, and what
+# several ranks on one machine need in the process environment.
 # Safe to run again: a finished set-up is recognised by a stamp and costs nothing, one that was
 # interrupted is made anew, and of two at once the second waits for the first. An environment that
 # somebody else made (say with --system-site-packages, to use a container's own PyTorch) is filled
@@ -125,3 +126,12 @@ dmuon_set_up() {
 }
 
 dmuon_set_up
+
+# One thread a rank: both commands start up to 4 ranks on what may be 2 cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# gloo otherwise resolves the host's name, which fails where it has none.
+if [ -e /sys/class/net/lo ]; then
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+fi
+# Every rank imports torch and Megatron; without .pyc files that takes a minute each time.
+unset PYTHONDONTWRITEBYTECODE
