@@ -221,7 +221,7 @@ def summary_table(runs: dict[str, Run]) -> Table:
 
 
 def draw(runs: dict[str, Run], picture: Path) -> None:
-    """Draws the loss of every step, faint, and its running mean."""
+    """Draws the loss of every step, faint, and its mean over the last steps."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -230,16 +230,14 @@ def draw(runs: dict[str, Run], picture: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, run in runs.items():
         steps = range(1, len(run.losses) + 1)
-        smooth, mean = [], run.losses[0]
-        for loss in run.losses:
-            mean += 0.2 * (loss - mean)
-            smooth.append(mean)
+        window = max(1, len(run.losses) // 20)
+        smooth = [statistics.fmean(run.losses[max(0, step - window) : step]) for step in steps]
         (line,) = axes.plot(steps, smooth, label=f"{name} (validation {run.validation:.3f})")
         axes.plot(steps, run.losses, color=line.get_color(), alpha=0.25)
     axes.set(
         title="A 4-layer GPT on the Python standard library's sources",
         xlabel="step",
-        ylabel="training loss, nats a byte (running mean)",
+        ylabel="training loss, nats a byte",
     )
     axes.grid(alpha=0.3)
     axes.legend()
