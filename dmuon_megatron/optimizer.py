@@ -1,0 +1,372 @@
+"""The optimizer step: momentum, Newton-Schulz and update of the owned matrices, wave by wave.
+
+One step, after the backward pass has reduced the gradients to their owners:
+
+    gradients of the owned matrices -> finite on all ranks? -> global norm, clip
+    per wave:  momentum -> gather inputs -> Newton-Schulz, in batches -> return results
+               -> decay and update in fp32 -> cast into the param buffer -> publish, asynchronous
+
+``DMuonChainedOptimizer`` drives it: the matrices here, everything else by Megatron's own
+``DistributedOptimizer`` with Adam.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+from megatron.core.utils import log_single_rank
+
+from dmuon_megatron.data_parallel import OwnerDataParallel
+from dmuon_megatron.matrices import Matrix
+from dmuon_megatron.muon import (
+    Problem,
+    Recipe,
+    apply_,
+    bytes_per_problem,
+    make_batches,
+    momentum_,
+    orthogonalize_batch,
+)
+from dmuon_megatron.transport.bucket_group import OrderedBucketGroup, OwnerBucketGroup
+
+logger = logging.getLogger(__name__)
+
+NOT_SAVED = (
+    "DMuon's optimizer state cannot be saved or loaded yet. Save and load the weights alone: "
+    "pass --no-save-optim and --no-load-optim."
+)
+
+
+class Muon(torch.optim.Optimizer):
+    """Holds the matrices' parameter groups and momentum; DMuonDistributedOptimizer steps it."""
+
+    sealed = False
+
+    def __init__(self, param_groups: list[dict], lr: float, weight_decay: float):
+        super().__init__(param_groups, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.sealed:
+            raise RuntimeError(
+                "parameters cannot be added to a DMuon optimizer: owners are fixed when the model "
+                "is wrapped in DDP. Wrap the changed model and build its optimizer anew."
+            )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable | None = None):
+        raise RuntimeError("step the DMuonDistributedOptimizer around this optimizer instead")
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedMatrix:
+    """A matrix that this rank owns.
+
+    Attributes:
+        matrix: the model's parameter and its blocks.
+        main: fp32 main weight, flat, all of the matrix.
+        momentum: fp32 momentum, flat.
+        group: index of its parameter group.
+        weight: its place in the param buffer, flat, in the model's dtype. In an fp32 model this is
+            the main weight itself.
+    """
+
+    matrix: Matrix
+    main: torch.Tensor
+    momentum: torch.Tensor
+    group: int
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Buckets that are updated together and then published.
+
+    Attributes:
+        bucket_groups: what to publish, in forward order. The same on every rank.
+        owned: this rank's matrices in them.
+        batches: their Newton-Schulz problems; matrix numbers index ``owned``.
+    """
+
+    bucket_groups: list[OwnerBucketGroup]
+    owned: list[OwnedMatrix]
+    batches: list[list[Problem]]
+
+
+def make_wave(
+    bucket_groups: Sequence[OwnerBucketGroup],
+    owned: Sequence[OwnedMatrix],
+    recipe: Recipe,
+    workspace_bytes: int,
+) -> Wave:
+    """The wave of these bucket groups, with this rank's problems in batches of one shape."""
+    inside = {param for group in bucket_groups for param in group.params}
+    members = [o for o in owned if o.matrix.param in inside]
+    batches = make_batches(
+        [o.matrix.blocks for o in members],
+        lambda m, n: bytes_per_problem(m, n, recipe),
+        workspace_bytes,
+    )
+    return Wave(list(bucket_groups), members, batches)
+
+
+class StoredAtHome:
+    """Brings Newton-Schulz inputs to the ranks that compute, and results to those that store.
+
+    Here both are the owner, so there is nothing to bring. A transport with flat shards does the
+    same two calls with collectives in them.
+    """
+
+    def gather(self, wave: Wave, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return inputs
+
+    def give_back(self, wave: Wave, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        return results
+
+
+class DMuonDistributedOptimizer(DistributedOptimizer):
+    """Megatron's DistributedOptimizer for matrices that are whole on their owner.
+
+    The buffer layout keeps every matrix inside its owner's segment, so Megatron's own bookkeeping
+    (main weights, gradients, norms) sees whole matrices. Only the update itself is new.
+
+    Args:
+        optimizer: Muon with the parameter groups of the matrices, model parameters inside.
+        recipe: the update.
+        workspace_bytes: bound for one batch of Newton-Schulz problems.
+        args, kwargs: as for DistributedOptimizer.
+    """
+
+    def __init__(self, optimizer: Muon, *args, recipe: Recipe, workspace_bytes: int, **kwargs):
+        super().__init__(optimizer, *args, **kwargs)
+        self.optimizer.sealed = True
+        self.recipe = recipe
+        self.exchange = StoredAtHome()
+        # A matrix has state from the start: its owner can always be told by it.
+        for group in self.optimizer.param_groups:
+            for main in group["params"]:
+                self.optimizer.state[main]["momentum_buffer"] = torch.zeros_like(main)
+        self.owned = self._find_owned()
+        groups = bucket_groups_of(self.model_chunks, OwnerBucketGroup)
+        self.waves = [make_wave(groups, self.owned, recipe, workspace_bytes)]
+
+    @classmethod
+    def _build_model_gbuf_range(cls, param_and_grad_buffer, bucket_index: int) -> dict:
+        """This rank's range of a bucket: its segment, where Megatron has an equal shard."""
+        rank = param_and_grad_buffer.data_parallel_group.rank()
+        offset = param_and_grad_buffer.buckets[bucket_index].offset
+        start = end = 0
+        for segment in param_and_grad_buffer.segments[bucket_index]:
+            if segment.owner == rank:
+                start, end = segment.start, segment.end
+        mine = Range(start + offset, end + offset)
+        index_map = param_and_grad_buffer.param_index_map
+        return {"param_map": cls._build_model_gbuf_param_range_map(index_map, mine, offset)}
+
+    @property
+    def optimizer_state_keys(self) -> tuple[str, ...]:
+        return ("momentum_buffer",)
+
+    def _find_owned(self) -> list[OwnedMatrix]:
+        ownership = self.model_chunks[0].ownership
+        matrices = {m.param: m for chunk in ownership.matrices for m in chunk}
+        owned = []
+        for group, param, main in main_params(self):
+            if main.numel() != param.numel():
+                raise RuntimeError(f"{matrices[param].name} is not whole on its owner")
+            momentum = self.optimizer.state[main]["momentum_buffer"]
+            owned.append(
+                OwnedMatrix(matrices[param], main, momentum, group, param.detach().view(-1))
+            )
+        return owned
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """Megatron's, made NaN where a parameter got no gradient, so that all ranks hear of it."""
+        grads = super().get_grads_for_grad_norm(grad_norm_group)
+        if any(chunk.params_without_grad() for chunk in self.model_chunks):
+            grads.append(torch.full((1,), math.nan, device="cuda"))
+        return grads
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        for wave in self.waves:
+            with timed(self.config, "optimizer-inner-step"):
+                self._update(wave)
+            with timed(self.config, "optimizer-copy-main-to-model-params"):
+                cast = [o for o in wave.owned if o.weight.dtype != o.main.dtype]
+                if cast:
+                    torch._foreach_copy_([o.weight for o in cast], [o.main for o in cast])
+            for group in wave.bucket_groups:
+                group.publish()
+        return True
+
+    def _update(self, wave: Wave) -> None:
+        """Update the main weights of a wave. Their gradients are consumed: they hold the update."""
+        if len(self.get_parameters()) != len(self.owned):
+            raise RuntimeError(
+                "the parameter groups of a DMuon optimizer were changed after it was built: owners "
+                "are fixed when the model is wrapped in DDP. Build the optimizer anew."
+            )
+        grads = [o.main.grad for o in wave.owned]
+        inputs = momentum_(
+            [o.momentum for o in wave.owned], grads, self.recipe.momentum, self.recipe.nesterov
+        )
+        inputs = self.exchange.gather(wave, inputs)
+        for batch in wave.batches:
+            orthogonalize_batch(batch, inputs, grads, self.recipe)
+        updates = self.exchange.give_back(wave, grads)
+        for index, group in enumerate(self.param_groups):
+            pairs = [
+                (o.main, u) for o, u in zip(wave.owned, updates, strict=True) if o.group == index
+            ]
+            apply_(
+                [main for main, _ in pairs],
+                [update for _, update in pairs],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+            )
+
+
+class DMuonChainedOptimizer(ChainedOptimizer):
+    """Muon for the matrices and Adam for the rest, as one optimizer.
+
+    The children are the same, in the same order, on every rank. One check for finite gradients
+    serves them all, and every bucket is published once a step, by this class.
+    """
+
+    def __init__(self, muon: DMuonDistributedOptimizer, rest: Sequence[DistributedOptimizer]):
+        super().__init__([muon, *rest])
+        self.muon = muon
+        self.rest = list(rest)
+        for child in self.rest:
+            child._defer_param_sync = True  # Megatron's own switch: somebody else publishes
+            child.grad_scaler = muon.grad_scaler
+        self._grad_norm = 0.0
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Bring gradients to the main weights; True if any of them, anywhere, is not finite.
+
+        Raises:
+            RuntimeError: with overlap, on every rank, if a parameter got no gradient on any.
+        """
+        found_inf = super().prepare_grads()
+        self._grad_norm = super().get_grad_norm()
+        by_group = self._compute_grad_norms_by_group().values()
+        if all(math.isfinite(norm) for norm in (self._grad_norm, *by_group)):
+            return found_inf
+        self._explain_non_finite()
+        return True
+
+    def get_grad_norm(self):
+        return self._grad_norm
+
+    def step(self):
+        successful, grad_norm, num_zeros = super().step()
+        return successful, self._grad_norm if grad_norm is None else grad_norm, num_zeros
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        for group in bucket_groups_of(self.model_chunks, OrderedBucketGroup):
+            group.settle()
+        successful = True
+        for child in self.rest:
+            successful &= child.step_with_ready_grads()
+        for group in bucket_groups_of(self.model_chunks, OrderedBucketGroup):
+            if not isinstance(group, OwnerBucketGroup):
+                group.publish()
+        return successful & self.muon.step_with_ready_grads()
+
+    def _explain_non_finite(self) -> None:
+        """Stop if any rank lacked a gradient, else say which are not finite. All ranks call it."""
+        missing = [name for chunk in self.model_chunks for name in chunk.params_without_grad()]
+        names = {param: name for chunk in self.model_chunks for param, name in chunk.names.items()}
+        bad = [
+            names[param]
+            for child in self.chained_optimizers
+            if not child.is_stub_optimizer
+            for _, param, main in main_params(child)
+            if main.grad is not None and not main.grad.isfinite().all()
+        ]
+        group = self.get_grad_stats_parallel_group()
+        reports = [None] * group.size()
+        dist.all_gather_object(reports, (dist.get_rank(), missing, bad), group=group)
+        if any(missing for _, missing, _ in reports):
+            raise RuntimeError(
+                "with --overlap-grad-reduce every trainable parameter must get a gradient in the "
+                "last microbatch of a step, but these got none: "
+                + "; ".join(f"rank {r}: {shorten(names)}" for r, names, _ in reports if names)
+                + ". Freeze them (requires_grad=False), or drop --overlap-grad-reduce, and a "
+                "missing gradient counts as zero."
+            )
+        where = "; ".join(f"rank {r}: {shorten(names)}" for r, _, names in reports if names)
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"gradients are not finite, so this step is skipped on every rank ({where})",
+        )
+
+    def state_dict(self):
+        raise RuntimeError(NOT_SAVED)
+
+    def load_state_dict(self, state_dict):
+        raise RuntimeError(NOT_SAVED)
+
+    def sharded_state_dict(self, *args, **kwargs):
+        raise RuntimeError(NOT_SAVED)
+
+    def save_parameter_state(self, filename: str):
+        raise RuntimeError(NOT_SAVED)
+
+    def load_parameter_state(self, filename: str, **kwargs):
+        raise RuntimeError(NOT_SAVED)
+
+
+def main_params(
+    optimizer: DistributedOptimizer,
+) -> Iterator[tuple[int, torch.nn.Parameter, torch.Tensor]]:
+    """(group index, model parameter, main parameter) of everything this rank stores."""
+    for index, (halves, half_mains, fulls, full_mains) in enumerate(
+        zip(
+            optimizer.model_float16_groups,
+            optimizer.shard_fp32_from_float16_groups,
+            optimizer.model_fp32_groups,
+            optimizer.shard_fp32_groups,
+            strict=True,
+        )
+    ):
+        for param, main in zip(halves + fulls, half_mains + full_mains, strict=True):
+            yield index, param, main
+
+
+def bucket_groups_of(
+    model_chunks: Sequence[OwnerDataParallel], kind: type[OrderedBucketGroup]
+) -> list[OrderedBucketGroup]:
+    """The model chunks' bucket groups of a kind, in forward order."""
+    return [
+        group
+        for chunk in model_chunks
+        for group in reversed(chunk.bucket_groups)
+        if isinstance(group, kind)
+    ]
+
+
+def shorten(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@contextlib.contextmanager
+def timed(config, name: str):
+    """Megatron's timer of this name around a block, where the run has timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers(name).stop()

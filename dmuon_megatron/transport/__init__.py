@@ -1,0 +1,1 @@
+"""How gradients reach the ranks that update, and how new weights come back."""
