@@ -15,7 +15,7 @@ class _Unpad:
         if self._work is None:
             return True
         self._work.wait()
-        for output, padded in zip(self._outputs, self._padded):
+        for output, padded in zip(self._outputs, self._padded, strict=True):
             output.copy_(padded[: output.numel()].view_as(output))
         self._work = None
         return True
@@ -34,7 +34,7 @@ def _barrier_without_devices(barrier):
 
 
 def _all_gather_of_unequal_sizes(all_gather):
-    """gloo wants equal sizes; Megatron's layer-wise optimizer gathers what each rank happens to own."""
+    """gloo wants equal sizes; Megatron's layer-wise optimizer gathers whatever each rank owns."""
 
     def call(tensor_list, tensor, group=None, async_op=False):
         longest = max(output.numel() for output in tensor_list)

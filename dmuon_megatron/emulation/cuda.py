@@ -169,51 +169,51 @@ def _zero(*_args, **_kwargs):
 
 def _stubs() -> dict:
     """The replaced names of torch.cuda."""
-    presence = dict(
+    presence = {
         # One device for each local rank: megatron.training asserts that there are devices.
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        device_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        current_device=lambda: int(os.environ.get("LOCAL_RANK", 0)),
-        set_device=_nothing,
-        device=Device,
-        get_device_name=lambda *_: "cpu",
-        get_device_capability=lambda *_: (8, 0),
-        get_device_properties=lambda *_: SimpleNamespace(
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "current_device": lambda: int(os.environ.get("LOCAL_RANK", 0)),
+        "set_device": _nothing,
+        "device": Device,
+        "get_device_name": lambda *_: "cpu",
+        "get_device_capability": lambda *_: (8, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(
             name="cpu", major=8, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=1
         ),
-        _lazy_init=_nothing,
-        _lazy_call=lambda call, **_: call(),
-    )
-    ordering = dict(
-        Stream=Stream,
-        Event=Event,
-        stream=StreamContext,
-        current_stream=lambda *_: _streams[-1],
-        default_stream=lambda *_: _DEFAULT_STREAM,
-        set_stream=lambda stream: _streams.__setitem__(-1, stream),
-        synchronize=_nothing,
-        is_current_stream_capturing=lambda: False,
-    )
+        "_lazy_init": _nothing,
+        "_lazy_call": lambda call, **_: call(),
+    }
+    ordering = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": StreamContext,
+        "current_stream": lambda *_: _streams[-1],
+        "default_stream": lambda *_: _DEFAULT_STREAM,
+        "set_stream": lambda stream: _streams.__setitem__(-1, stream),
+        "synchronize": _nothing,
+        "is_current_stream_capturing": lambda: False,
+    }
     # The device's generator is the CPU's, so that forking Megatron's random states really forks.
-    random = dict(
-        default_generators=_Generators(),
-        manual_seed=torch.manual_seed,
-        manual_seed_all=torch.manual_seed,
-        get_rng_state=lambda *_a, **_k: torch.get_rng_state(),
-        set_rng_state=lambda state, *_a, **_k: torch.set_rng_state(state),
-    )
-    memory = dict(
-        empty_cache=_nothing,
-        memory_allocated=_zero,
-        max_memory_allocated=_zero,
-        memory_reserved=_zero,
-        max_memory_reserved=_zero,
-        device_memory_used=_zero,
-        reset_peak_memory_stats=_nothing,
-        memory_stats=lambda *_: _Zeros(),
-        mem_get_info=lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
-    )
+    random = {
+        "default_generators": _Generators(),
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
+    }
+    memory = {
+        "empty_cache": _nothing,
+        "memory_allocated": _zero,
+        "max_memory_allocated": _zero,
+        "memory_reserved": _zero,
+        "max_memory_reserved": _zero,
+        "device_memory_used": _zero,
+        "reset_peak_memory_stats": _nothing,
+        "memory_stats": lambda *_: _Zeros(),
+        "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+    }
     return presence | ordering | random | memory
 
 
@@ -221,11 +221,11 @@ def install() -> None:
     """Map CUDA to the CPU in this process and thread, for good."""
     # Megatron wants it for tensor parallelism on a device.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Dynamo reads names of torch.cuda when it is imported: let it have the real ones.  Megatron's
-    # fusions are torch.compile, and compiling them for the CPU takes longer than a test run.
+    # Dynamo cannot trace the names replaced below.  This makes torch.compile return what it is
+    # given, which is how Megatron writes its fusions.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # It notes some of these names when it is imported: let it have the real ones.
     import torch._dynamo
-
-    torch._dynamo.config.disable = True
 
     stubs = _stubs()
     for name, value in stubs.items():

@@ -1,14 +1,16 @@
 """Faults of megatron-core 0.19's wheel, and of Megatron without Transformer Engine and Apex.
 
-None of them has to do with the device or with DMuon: they stop stock Megatron on a machine without
+None of them has to do with DMuon: they stop stock Megatron on a machine without
 NVIDIA's fused packages, and are put right here so that stock optimizers run beside ours.
 """
+
+import logging
 
 import torch
 
 
 def _use_prebuilt_helpers() -> None:
-    """The wheel has the data helpers built, and lacks the Makefile that start-up calls to build them."""
+    """The wheel has the data helpers built, and lacks the Makefile that start-up would run."""
     import megatron.core.datasets.helpers_cpp  # noqa: F401  fails here, not in the first batch
     import megatron.core.datasets.utils as dataset_utils
 
@@ -54,7 +56,15 @@ def _load_into_fresh_torch_adamw() -> None:
     DistributedOptimizer.load_state_dict = load_state_dict_unshared
 
 
+def _expect_one_generator() -> None:
+    """Megatron warns when the CPU's random state moves with the device's: here they are one."""
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
 def install() -> None:
     """Put the faults right, for good."""
+    _expect_one_generator()
     _use_prebuilt_helpers()
     _load_into_fresh_torch_adamw()

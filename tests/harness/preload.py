@@ -14,7 +14,7 @@ import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402
 import megatron.training  # noqa: E402
-import megatron.training.training  # noqa: E402
+import megatron.training.training  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import torch  # noqa: E402
 

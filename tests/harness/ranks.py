@@ -8,6 +8,7 @@ milliseconds.  The function and its arguments are pickled: it is a module's top-
 
 import ctypes
 import faulthandler
+import io
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import contextmanager
+import warnings
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +40,8 @@ SERVER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# How much of a traceback is shown.
+MOST_FRAMES = 40
 STACK_SIGNAL = signal.SIGUSR1
 # How gloo says that another rank has ended.
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -66,7 +70,7 @@ class RankError:
 
 
 class RanksFailed(AssertionError):
-    """At least one rank failed.  ``errors`` has a RankError for each one that did, first one first."""
+    """At least one rank failed.  ``errors`` has a RankError for each, causes first."""
 
     def __init__(self, errors: list[RankError], world_size: int):
         self.errors = errors
@@ -140,7 +144,7 @@ def _server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preload"])
     # The server's own sys.path does not have what pytest or a test module added to ours.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     with _environment({**SERVER_ENVIRONMENT, "PYTHONPATH": path}):
         multiprocessing.forkserver.ensure_running()
     return context
@@ -224,10 +228,8 @@ class _Rank:
     def end(self) -> None:
         """Let a rank that is done go, and kill any other."""
         if self.done and self.process.is_alive():
-            try:
+            with suppress(OSError):
                 self.pipe.send_bytes(b"go")
-            except OSError:
-                pass
             self.process.join(LINGER_SECONDS)
         self.pipe.close()
         if self.process.is_alive():
@@ -267,7 +269,7 @@ def _collect(ranks, timeout):
 
 
 def _end_with_server(server: int) -> None:
-    """Have the kernel kill this process when the server ends, which it does with the test process."""
+    """Have the kernel kill this process with the server, which ends with the test process."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != server:
@@ -276,7 +278,7 @@ def _end_with_server(server: int) -> None:
 
 def _rank_main(rank, world_size, port, work, stacks, pipe, server):
     _end_with_server(server)
-    with open(stacks, "w") as file:
+    with Path(stacks).open("w") as file:
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
         try:
             _start(rank, world_size, port)
@@ -285,13 +287,11 @@ def _rank_main(rank, world_size, port, work, stacks, pipe, server):
             code = 0
         except BaseException as error:
             message, code = _pickled(_described(rank, error)), 1
-        try:
+        with suppress(OSError, EOFError):
             pipe.send_bytes(message)
             # Closing the sockets now could fail peers that still read from them.
             if pipe.poll(LINGER_SECONDS if code else None):
                 pipe.recv_bytes()
-        except (OSError, EOFError):
-            pass
         sys.stdout.flush()
         sys.stderr.flush()
         # Nothing here needs the interpreter's teardown, and a process group's can hang.
@@ -299,10 +299,12 @@ def _rank_main(rank, world_size, port, work, stacks, pipe, server):
 
 
 def _start(rank, world_size, port):
-    import tests.harness.preload  # noqa: F401  already there, unless its import failed in the server
     import torch
     import torch.distributed as dist
 
+    import tests.harness.preload  # noqa: F401  there already, unless it failed in the server
+
+    warnings.simplefilter("ignore")  # Megatron's, many and the same on every rank
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -319,12 +321,37 @@ def _start(rank, world_size, port):
     )
 
 
-def _pickled(outcome: Any) -> bytes:
-    """By value: torch's own way for processes hands over shared memory, which dies with the rank."""
+class _Pickler(pickle.Pickler):
+    """Sends tensors as plain values.
+
+    Torch's ways would be shared memory, which dies with the rank, or a function that Megatron has
+    replaced by its own, which would bring Megatron into the test process.
+    """
+
+    def reducer_override(self, obj):
+        import torch
+
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        values = obj.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return _tensor, (values, obj.dtype, tuple(obj.shape))
+
+
+def _tensor(values: bytes, dtype, shape: tuple):
     import torch
 
+    if not values:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
+
+
+def _pickled(outcome: Any) -> bytes:
+    import torch
+
+    file = io.BytesIO()
     with torch._C.DisableTorchFunction():
-        return pickle.dumps(outcome)
+        _Pickler(file).dump(outcome)
+    return file.getvalue()
 
 
 def _described(rank: int, error: BaseException) -> RankError:
@@ -332,6 +359,6 @@ def _described(rank: int, error: BaseException) -> RankError:
         rank,
         type(error).__name__,
         str(error),
-        "".join(traceback.format_exception(error)),
+        "".join(traceback.format_exception(error, limit=-MOST_FRAMES)),
         [base.__name__ for base in type(error).__mro__],
     )
