@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from build_dataset import DEFAULT_BYTES, VOCAB_SIZE, build
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -270,8 +271,12 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def compare(optimizers: list[str], steps: int, nproc: int) -> None:
+    """Builds the dataset where there is none, trains with each optimizer, prints and draws.
+
+    Raises:
+        RuntimeError: a training failed; the message holds the end of its output.
+    """
     began = time.monotonic()
     version = ".".join(map(str, sys.version_info[:3]))
     data = FOLDER / "data" / f"stdlib-{version}-{DEFAULT_BYTES}"
@@ -280,13 +285,10 @@ def main() -> None:
         documents, tokens = build(data)
         console.print(f"{documents} files, {tokens:,} bytes, one token each")
 
-    try:
-        runs = {name: train(name, args.steps, args.nproc, data) for name in args.optimizer}
-    except RuntimeError as error:
-        sys.exit(str(error))
+    runs = {name: train(name, steps, nproc, data) for name in optimizers}
 
     console.print()
-    console.print(loss_table(runs, args.steps))
+    console.print(loss_table(runs, steps))
     console.print(summary_table(runs))
     console.print(
         "The share is Megatron's `optimizer` timer on the slowest rank; "
@@ -294,6 +296,18 @@ def main() -> None:
     )
     draw(runs, PICTURE)
     console.print(f"curves in {PICTURE}; all of it took {time.monotonic() - began:.0f} s")
+
+
+def main() -> None:
+    args = parse_arguments()
+    FOLDER.mkdir(exist_ok=True)
+    try:
+        with FileLock(FOLDER / "lock", timeout=0):
+            compare(args.optimizer, args.steps, args.nproc)
+    except Timeout:
+        sys.exit(f"another quick start is writing to {FOLDER}; wait until it has ended")
+    except RuntimeError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
