@@ -30,9 +30,9 @@ def print_report(model_chunks: Sequence[OwnerDataParallel], muon, rest: Sequence
     ownership = model_chunks[0].ownership
     plan = ownership.plan
     matrices = [m for chunk in ownership.matrices for m in chunk]
-    mean = sum(plan.loads) / len(plan.loads)
+    mean = sum(plan.loads) / len(plan.loads)  # of the predicted seconds per step
 
-    table = Table(title=f"DMuon: {len(matrices)} matrices on {group.size()} owners", min_width=80)
+    table = Table(title=f"DMuon: {len(matrices)} matrices on {group.size()} owners")
     for heading in ("owner", "matrices", "blocks", "elements", "predicted ms", "state MiB"):
         table.add_column(heading, justify="right")
     for rank in range(group.size())[:PRINTED_OWNERS]:
@@ -44,22 +44,22 @@ def print_report(model_chunks: Sequence[OwnerDataParallel], muon, rest: Sequence
     table.add_row(
         "all",
         *_sums(matrices),
-        f"max {_ms(max(plan.loads))}, mean {_ms(mean)}",
-        f"{_mib(min(states))} to {_mib(max(states))}",
+        f"max {_ms(max(plan.loads))}",
+        f"{_mib(min(states))} - {_mib(max(states))}",
     )
-    console = Console(width=110)
+    console = Console(width=110, soft_wrap=True, highlight=False)
     console.print(table)
     sent = sum(s.end - s.start for s in _segments(model_chunks))
     padding = sent - sum(m.param.numel() for m in matrices)
     largest = max((b for wave in muon.waves for b in wave.batches), key=len, default=[])
+    settings = ownership.config
     console.print(
-        f"owners by {ownership.config.owner_policy}, from the analytic cost model "
-        f"{ownership.cost_model}; padding on the wire: {padding:,} elements; Newton-Schulz "
-        f"workspace: at most {ownership.config.workspace_mb:,} MiB, largest batch on rank 0: "
-        f"{len(largest)}",
-        highlight=False,
+        f"DMuon: owners by {settings.owner_policy} on the analytic cost model "
+        f"{ownership.cost_model}, the slowest at {max(plan.loads) / mean:.3f} x the mean; padding "
+        f"on the wire: {padding:,} elements; Newton-Schulz workspace: at most "
+        f"{settings.workspace_mb:,} MiB, largest batch on rank 0: {len(largest)}"
     )
-    console.print(_adam_line(model_chunks), highlight=False)
+    console.print(_adam_line(model_chunks))
 
 
 def state_bytes(muon, rest: Sequence) -> int:
@@ -113,4 +113,4 @@ def _adam_line(model_chunks: Sequence[torch.nn.Module]) -> str:
                 ] += 1
                 elements += param.numel()
     reasons = ", ".join(f"{n} {why}" for why, n in counts.items()) or "none"
-    return f"Adam updates {counts.total()} parameters with {elements:,} elements: {reasons}"
+    return f"DMuon: Adam updates {counts.total()} parameters with {elements:,} elements: {reasons}"
