@@ -5,16 +5,17 @@ NVIDIA's fused packages, and are put right here so that stock optimizers run bes
 """
 
 import logging
+from pathlib import Path
 
 import torch
 
 
 def _use_prebuilt_helpers() -> None:
     """The wheel has the data helpers built, and lacks the Makefile that start-up would run."""
-    import megatron.core.datasets.helpers_cpp  # noqa: F401  fails here, not in the first batch
     import megatron.core.datasets.utils as dataset_utils
 
-    dataset_utils.compile_helpers = lambda: None
+    if not (Path(dataset_utils.__file__).parent / "Makefile").exists():
+        dataset_utils.compile_helpers = lambda: None
 
 
 def _load_into_fresh_torch_adamw() -> None:

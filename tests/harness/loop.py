@@ -108,6 +108,7 @@ def train(
     optimizer: OptimizerConfig | None = None,
     global_batch_size: int = 12,
     num_microbatches: int = 1,
+    first_step: int = 0,
     eval_every: int = 0,
     snapshots: bool = False,
     parallel: dict | None = None,
@@ -125,6 +126,7 @@ def train(
         ddp, optimizer: configurations; by default ``ddp_config()`` and ``optimizer_config(tiny)``.
         global_batch_size: samples a step over all ranks.
         num_microbatches: on each rank.
+        first_step: number of the first step, which decides its data; for runs that resume.
         eval_every: evaluate on the next step's batch after every so many steps, forward hooks
             disabled and enabled again as megatron.training does; 0 for never.
         snapshots: keep the full weights after each step.
@@ -154,7 +156,7 @@ def train(
         model.disable_forward_pre_hook(param_sync=False)
     _call(after_build, run)
 
-    for step in range(steps):
+    for step in range(first_step, first_step + steps):
         model.train()
         model.zero_grad_buffer()
         opt.zero_grad()
@@ -167,7 +169,7 @@ def train(
             scheduler.step(global_batch_size)
         run.grad_norms.append(float(norm))
         run.num_zeros.append(zeros)
-        if step == 0 and ddp.overlap_param_gather:
+        if step == first_step and ddp.overlap_param_gather:
             model.enable_forward_pre_hook()
             config.param_sync_func = param_sync
         _call(after_step, run)

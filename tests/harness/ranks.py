@@ -66,7 +66,8 @@ class RankError:
     kinds: list[str] = field(default_factory=list)
 
     def __str__(self):
-        return f"rank {self.rank}: {self.kind}: {self.message}\n{self.details}".rstrip()
+        first_line = self.message.partition("\n")[0]  # a traceback ends with all of it
+        return f"rank {self.rank}: {self.kind}: {first_line}\n{self.details}".rstrip()
 
 
 class RanksFailed(AssertionError):
