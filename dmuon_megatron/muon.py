@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dmuon_megatron.orthogonalize import orthogonalize, workspace_bytes
+from dmuon_megatron.orthogonalize import Workspace, orthogonalize, workspace_bytes
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
@@ -135,7 +135,8 @@ def make_batches(
 
 def bytes_per_problem(m: int, n: int, recipe: Recipe) -> int:
     """Memory that one (m, n) problem of a batch needs, m <= n: its fp32 slot, the iteration's."""
-    return 4 * m * n + workspace_bytes(1, m, n, method=recipe.method, dtype=recipe.dtype)
+    scratch = workspace_bytes(1, m, n, method=recipe.method, dtype=recipe.dtype, steps=recipe.steps)
+    return 4 * m * n + scratch
 
 
 def momentum_(
@@ -160,7 +161,11 @@ def momentum_(
 
 
 def orthogonalize_batch(
-    batch: Sequence[Problem], inputs: Sequence[Tensor], outputs: Sequence[Tensor], recipe: Recipe
+    batch: Sequence[Problem],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    recipe: Recipe,
+    workspace: Workspace,
 ) -> None:
     """Write the scaled orthogonal factor of every block of the batch.
 
@@ -168,20 +173,24 @@ def orthogonalize_batch(
         batch: problems of one shape.
         inputs: by matrix number, fp32, read only.
         outputs: by matrix number, fp32; may be the inputs. Only the rows of the blocks are written.
+        recipe: the update.
+        workspace: scratch memory of the iteration, reused from batch to batch.
     """
     m, n = batch[0].short_side_first
     stack = torch.empty(len(batch), m, n, dtype=torch.float32, device=inputs[0].device)
     for slot, (number, block) in zip(stack, batch, strict=True):
         _lay(slot, block).copy_(block.view(inputs[number]))
     with _matmul_precision(recipe.precision):
-        factors = orthogonalize(
+        orthogonalize(
             stack,
             method=recipe.method,
             coefficients=recipe.coefficients,
             steps=recipe.steps,
             dtype=recipe.dtype,
+            out=stack,
+            workspace=workspace,
         )
-    for factor, (number, block) in zip(factors, batch, strict=True):
+    for factor, (number, block) in zip(stack, batch, strict=True):
         scale = scale_factor(*block.shape, recipe.scale_mode) * recipe.extra_scale
         torch.mul(_lay(factor, block), scale, out=block.view(outputs[number]))
 

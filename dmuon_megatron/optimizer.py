@@ -33,6 +33,7 @@ from dmuon_megatron.muon import (
     momentum_,
     orthogonalize_batch,
 )
+from dmuon_megatron.orthogonalize import Workspace
 from dmuon_megatron.transport.bucket_group import OrderedBucketGroup, OwnerBucketGroup
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
         super().__init__(optimizer, *args, **kwargs)
         self.optimizer.sealed = True
         self.recipe = recipe
+        self.workspace = Workspace()
         self.exchange = StoredAtHome()
         # A matrix has state from the start: its owner can always be told by it.
         for group in self.optimizer.param_groups:
@@ -218,7 +220,7 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
         )
         inputs = self.exchange.gather(wave, inputs)
         for batch in wave.batches:
-            orthogonalize_batch(batch, inputs, grads, self.recipe)
+            orthogonalize_batch(batch, inputs, grads, self.recipe, self.workspace)
         updates = self.exchange.give_back(wave, grads)
         for index, group in enumerate(self.param_groups):
             pairs = [
