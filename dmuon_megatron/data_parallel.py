@@ -1,6 +1,6 @@
 """Megatron's DDP with owners: plans who owns what, then lays the buffers out accordingly."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,33 @@ class OwnerDataParallel(DistributedDataParallel):
     def params_without_grad(self) -> list[str]:
         """Names of the parameters that got no gradient on this rank in the present step."""
         return [self.names[p] for group in self.bucket_groups for p in group.params_without_grad]
+
+    def settle(self, params: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Wait for weights that are still being published. Sends nothing, so any rank may call it.
+
+        Args:
+            params: wait for these parameters' buckets only; None: for all.
+        """
+        if params is None:
+            groups = self.bucket_groups
+        else:
+            groups = {self.param_to_bucket_group[p]: None for p in params}
+        for group in groups:
+            group.settle()
+
+    # Whoever reads or replaces all weights does so when they have arrived.
+
+    def state_dict(self, *args, **kwargs):
+        self.settle()
+        return super().state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, *args, **kwargs):
+        self.settle()
+        return super().state_dict_for_save_checkpoint(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        self.settle()
+        return super().load_state_dict(*args, **kwargs)
 
 
 def resolve_bucket_size(

@@ -1,8 +1,8 @@
 """Everything that touches Megatron's globals. ``install`` puts DMuon into Megatron.
 
 What is replaced, and by what, stands in ``arguments.py`` (command line), ``data_parallel.py`` (DDP
-wrapping) and ``optimizer.py`` (optimizer construction); ``seams.py`` replaces it. A run with
-another optimizer goes through the originals.
+wrapping), ``optimizer.py`` (optimizer construction) and ``params_norm.py`` (logging); ``seams.py``
+replaces it. A run with another optimizer goes through the originals.
 """
 
 _installed = False
@@ -20,7 +20,8 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    from dmuon_megatron.patches import arguments, data_parallel, optimizer, seams
+    from dmuon_megatron.patches import arguments, data_parallel, optimizer, params_norm, seams
 
-    seams.replace([*arguments.seams(), *data_parallel.seams(), *optimizer.seams()])
+    replaced = (arguments, data_parallel, optimizer, params_norm)
+    seams.replace([seam for module in replaced for seam in module.seams()])
     _installed = True
