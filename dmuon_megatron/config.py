@@ -35,9 +35,10 @@ class DMuonConfig:
     num_buckets: int | None = None
 
     def __post_init__(self):
-        if self.workspace_mb < 1:
+        if not _is_count(self.workspace_mb):
             raise ValueError(
-                f"--dmuon-workspace-mb must be at least 1 (MiB), got {self.workspace_mb}"
+                f"--dmuon-workspace-mb must be a whole number of MiB, at least 1, got "
+                f"{self.workspace_mb!r}"
             )
         for flag, value, choices in (
             ("--dmuon-ns-method", self.ns_method, get_args(NSMethod)),
@@ -49,8 +50,8 @@ class DMuonConfig:
             ("--ddp-bucket-size", self.bucket_size),
             ("--ddp-num-buckets", self.num_buckets),
         ):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} must be at least 1, got {value}")
+            if value is not None and not _is_count(value):
+                raise ValueError(f"{flag} must be a whole number, at least 1, got {value!r}")
 
     @classmethod
     def from_args(cls, args: Any) -> "DMuonConfig":
@@ -71,6 +72,10 @@ class DMuonConfig:
             if hasattr(args, name):
                 values[f.name] = getattr(args, name)
         return cls(**values)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -107,13 +112,38 @@ REFUSED = (
     Refusal("--pipeline-model-parallel-size", ("pipeline_model_parallel_size",), 1, hint=_PARALLEL),
     Refusal(
         "--num-virtual-stages-per-pipeline-rank",
-        ("virtual_pipeline_model_parallel_size",),
+        ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"),
         1,
         hint=_PARALLEL,
     ),
     Refusal("--context-parallel-size", ("context_parallel_size",), 1, hint=_PARALLEL),
     Refusal("--expert-model-parallel-size", ("expert_model_parallel_size",), 1, hint=_PARALLEL),
     Refusal("--expert-tensor-parallel-size", ("expert_tensor_parallel_size",), 1, hint=_PARALLEL),
+    # More weight shards than tensor-parallel ranks: Megatron's generalized tensor parallelism.
+    Refusal(
+        "--tensor-parallel-num-weight-shards",
+        ("tensor_parallel_num_weight_shards", "gtp_weight_remat_size"),
+        1,
+        hint=_PARALLEL,
+    ),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        ("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
+        1,
+        hint=_PARALLEL,
+    ),
+    Refusal(
+        "--tensor-parallel-num-weight-shards",
+        ("tensor_parallel_num_weight_shards", "gtp_weight_remat_size"),
+        1,
+        hint=_PARALLEL,
+    ),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        ("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
+        1,
+        hint=_PARALLEL,
+    ),
     Refusal(
         "--num-distributed-optimizer-instances",
         ("num_distributed_optimizer_instances",),
