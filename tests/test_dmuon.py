@@ -220,6 +220,25 @@ def _flags_reference(settings):
     return train_reference(LLAMA, steps=2, rules=Rules(**rules))
 
 
+def _variant(tiny, ddp):
+    return train_dmuon(tiny, steps=STEPS, global_batch_size=BATCH, ddp=ddp).portable()
+
+
+def test_averaging_in_the_collective_gives_the_same_weights():
+    expected, _ = reference()
+    for run in run_ranks(_variant, 3, LLAMA, {"average_in_collective": True}):
+        assert_close(run.weights, expected.weights, 1e-5)
+
+
+@pytest.mark.parametrize("grads_in_fp32", [True, False])
+def test_bf16_models_follow_the_fp32_reference(grads_in_fp32):
+    expected, _ = reference()
+    for run in run_ranks(_variant, 2, LLAMA_BF16, {"grad_reduce_in_fp32": grads_in_fp32}):
+        assert run.losses == pytest.approx(expected.losses, rel=5e-3)
+        assert {w.dtype for w in run.weights.values()} == {torch.bfloat16}
+        assert_close(run.weights, expected.weights, 5e-2)
+
+
 def _persistent_bytes(optimizer):
     """Bytes of buffers and optimizer state after a step, on this rank."""
     from tests.harness.loop import train

@@ -105,6 +105,34 @@ def test_installing_twice_changes_nothing_and_reaches_names_imported_elsewhere()
     assert run_ranks(_install_twice, 1) == [(True, True)]
 
 
+def _wrap_on(path):
+    _parse(["--optimizer", "dmuon"])
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
+    from megatron.training import training
+    from megatron.training.models import dist_utils
+
+    from tests.harness.tiny import build_model, start_megatron
+
+    start_megatron()
+    model = build_model(Tiny())
+    if path == "models":
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        (chunk,) = dist_utils._ddp_wrap([model], True, ddp_config(), False, pg_collection=groups)
+    else:
+        (chunk,) = training.wrap_model_chunks_with_ddp(
+            [model], get_model_config(model), ddp_config(), DP=training.DDP, pg_collection=None
+        )
+    config = optimizer_config(Tiny(), optimizer="dmuon")
+    optimizer = training.get_megatron_optimizer(config, [chunk], config_overrides=None)
+    return len(chunk.ownership.plan.owner), type(optimizer).__name__
+
+
+@pytest.mark.parametrize("path", ["models", "training"])
+def test_both_of_megatrons_ways_of_wrapping_lead_to_dmuon(path):
+    assert run_ranks(_wrap_on, 2, path) == [(8, "DMuonChainedOptimizer")] * 2
+
+
 def _fake_megatron(monkeypatch, version="0.19.2", **functions):
     core = types.ModuleType("megatron.core")
     core.__version__ = version
