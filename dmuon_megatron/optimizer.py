@@ -153,6 +153,7 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
         for group in self.optimizer.param_groups:
             for main in group["params"]:
                 self.optimizer.state[main]["momentum_buffer"] = torch.zeros_like(main)
+        self._members = self._group_members()
         self.owned = self._find_owned()
         groups = bucket_groups_of(self.model_chunks, OwnerBucketGroup)
         self.waves = [make_wave(groups, self.owned, recipe, workspace_bytes)]
@@ -187,10 +188,17 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
             )
         return owned
 
+    def _group_members(self) -> list[set[int]]:
+        return [{id(main) for main in group["params"]} for group in self.param_groups]
+
+    def groups_changed(self) -> bool:
+        """Whether parameters were added to, taken out of or moved between the groups."""
+        return self._group_members() != self._members
+
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Megatron's, made NaN where a parameter got no gradient, so that all ranks hear of it."""
+        """Megatron's, made NaN where this rank must stop all, so that all ranks hear of it."""
         grads = super().get_grads_for_grad_norm(grad_norm_group)
-        if any(chunk.params_without_grad() for chunk in self.model_chunks):
+        if self.groups_changed() or any(c.params_without_grad() for c in self.model_chunks):
             grads.append(torch.full((1,), math.nan, device="cuda"))
         return grads
 
@@ -209,11 +217,6 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
 
     def _update(self, wave: Wave) -> None:
         """Update the main weights of a wave. Their gradients are consumed: they hold the update."""
-        if len(self.get_parameters()) != len(self.owned):
-            raise RuntimeError(
-                "the parameter groups of a DMuon optimizer were changed after it was built: owners "
-                "are fixed when the model is wrapped in DDP. Build the optimizer anew."
-            )
         grads = [o.main.grad for o in wave.owned]
         inputs = momentum_(
             [o.momentum for o in wave.owned], grads, self.recipe.momentum, self.recipe.nesterov
@@ -255,7 +258,8 @@ class DMuonChainedOptimizer(ChainedOptimizer):
         """Bring gradients to the main weights; True if any of them, anywhere, is not finite.
 
         Raises:
-            RuntimeError: with overlap, on every rank, if a parameter got no gradient on any.
+            RuntimeError: on every rank, if on any a parameter got no gradient (with overlap), or
+                parameter groups are not those that the optimizer was built with.
         """
         found_inf = super().prepare_grads()
         self._grad_norm = super().get_grad_norm()
@@ -285,7 +289,7 @@ class DMuonChainedOptimizer(ChainedOptimizer):
         return successful & self.muon.step_with_ready_grads()
 
     def _explain_non_finite(self) -> None:
-        """Stop if any rank lacked a gradient, else say which are not finite. All ranks call it."""
+        """Stop if any rank must, else say which gradients are not finite. All ranks call it."""
         missing = [name for chunk in self.model_chunks for name in chunk.params_without_grad()]
         names = {param: name for chunk in self.model_chunks for param, name in chunk.names.items()}
         bad = [
@@ -297,16 +301,24 @@ class DMuonChainedOptimizer(ChainedOptimizer):
         ]
         group = self.get_grad_stats_parallel_group()
         reports = [None] * group.size()
-        dist.all_gather_object(reports, (dist.get_rank(), missing, bad), group=group)
-        if any(missing for _, missing, _ in reports):
+        mine = (dist.get_rank(), missing, bad, self.muon.groups_changed())
+        dist.all_gather_object(reports, mine, group=group)
+        changed = [rank for rank, _, _, is_changed in reports if is_changed]
+        if changed:
+            raise RuntimeError(
+                "the parameter groups of a DMuon optimizer were changed after it was built (on "
+                f"rank {', '.join(map(str, changed))}): owners are fixed when the model is wrapped "
+                "in DDP. Wrap the changed model and build its optimizer anew."
+            )
+        if any(missing for _, missing, _, _ in reports):
             raise RuntimeError(
                 "with --overlap-grad-reduce every trainable parameter must get a gradient in the "
                 "last microbatch of a step, but these got none: "
-                + "; ".join(f"rank {r}: {shorten(names)}" for r, names, _ in reports if names)
+                + "; ".join(f"rank {r}: {shorten(names)}" for r, names, *_ in reports if names)
                 + ". Freeze them (requires_grad=False), or drop --overlap-grad-reduce, and a "
                 "missing gradient counts as zero."
             )
-        where = "; ".join(f"rank {r}: {shorten(names)}" for r, _, names in reports if names)
+        where = "; ".join(f"rank {r}: {shorten(names)}" for r, _, names, _ in reports if names)
         log_single_rank(
             logger,
             logging.WARNING,
