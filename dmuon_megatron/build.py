@@ -6,6 +6,7 @@ optimizer = get_dmuon_optimizer(config, chunks)      # in place of get_megatron_
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ from dmuon_megatron.matrices import is_matrix
 from dmuon_megatron.muon import Recipe, scale_factor
 from dmuon_megatron.optimizer import DMuonChainedOptimizer, DMuonDistributedOptimizer, Muon
 from dmuon_megatron.orthogonalize import coefficient_schedule
+from dmuon_megatron.orthogonalize.coefficients import half_precision_refusal
 from dmuon_megatron.report import print_report
 
 __all__ = ["get_dmuon_optimizer", "wrap_with_ddp"]
@@ -42,6 +44,14 @@ def recipe_from_config(config: OptimizerConfig, method: str) -> Recipe:
     Raises:
         ValueError: a value that does not exist, naming its flag.
     """
+    for flag, value in (
+        ("--lr", config.lr),
+        ("--weight-decay", config.weight_decay),
+        ("--clip-grad", config.clip_grad),
+        ("--muon-extra-scale-factor", config.muon_extra_scale_factor),
+    ):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{flag} must be finite, got {value}")
     precision = config.muon_fp32_matmul_prec
     if precision not in ("medium", "high", "highest"):
         raise ValueError(f"--muon-fp32-matmul-prec must be medium or high, got {precision!r}")
@@ -53,6 +63,13 @@ def recipe_from_config(config: OptimizerConfig, method: str) -> Recipe:
         coefficient_schedule(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
         raise ValueError(f"--muon-coefficient-type: {error}") from None
+    # The iteration refuses it too, but in the first step, and on owners only.
+    diverges = half_precision_refusal(config.muon_coefficient_type)
+    if diverges and precision != "highest":
+        raise ValueError(
+            f"--muon-coefficient-type {config.muon_coefficient_type} does not go with "
+            f"--muon-fp32-matmul-prec {precision}: {diverges}. Choose another coefficient set."
+        )
     scale_factor(1, 1, config.muon_scale_mode)
     return Recipe(
         momentum=config.muon_momentum,

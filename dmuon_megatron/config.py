@@ -133,18 +133,6 @@ REFUSED = (
         hint=_PARALLEL,
     ),
     Refusal(
-        "--tensor-parallel-num-weight-shards",
-        ("tensor_parallel_num_weight_shards", "gtp_weight_remat_size"),
-        1,
-        hint=_PARALLEL,
-    ),
-    Refusal(
-        "--expert-tensor-parallel-num-weight-shards",
-        ("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
-        1,
-        hint=_PARALLEL,
-    ),
-    Refusal(
         "--num-distributed-optimizer-instances",
         ("num_distributed_optimizer_instances",),
         1,
