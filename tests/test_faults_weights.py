@@ -87,7 +87,7 @@ def test_the_params_norm_right_after_a_step_is_that_of_the_new_weights_on_every_
 
 
 def _read_after_step(overlap):
-    """What can be read of the weights right after steps, by way of reading, and the last weights."""
+    """Weights as they can be read right after each step, by way of reading, and the last ones."""
     from tests.harness.dmuon import train_dmuon
     from tests.harness.late import late
     from tests.harness.loop import evaluate, full_weights, microbatches
