@@ -54,12 +54,11 @@ def expand(
         wave_limit: Largest number of waves.
     """
     assignment = spread_over_nodes(problem, assignment, caps)
-    kind_of = {task.name: s for s, kind in enumerate(problem.kinds) for task in kind.tasks}
-    waves = split_waves(problem, tasks, kind_of, wave_limit)
-    owner = _deal(problem, tasks, kind_of, assignment, waves)
+    waves = split_waves(problem, tasks, wave_limit)
+    owner = _deal(problem, tasks, assignment, waves)
     for wave in waves:
         members = [task for task in tasks if task.bucket in set(wave)]
-        _merge_segments(members, kind_of, owner)
+        _merge_segments(members, problem.kind_of, owner)
     return describe(problem, tasks, owner, waves)
 
 
@@ -100,15 +99,12 @@ def spread_over_nodes(problem: Problem, assignment: np.ndarray, caps: np.ndarray
 
 
 def split_waves(
-    problem: Problem,
-    tasks: Sequence[MatrixTask],
-    kind_of: dict[str, int],
-    limit: int,
+    problem: Problem, tasks: Sequence[MatrixTask], limit: int
 ) -> tuple[tuple[int, ...], ...]:
     """At most `limit` runs of consecutive buckets with about the same work."""
     work: Counter[int] = Counter()
     for task in tasks:
-        work[task.bucket] += problem.kinds[kind_of[task.name]].alone
+        work[task.bucket] += problem.kinds[problem.kind_of[task.name]].alone
     total = sum(work.values())
     waves: dict[int, list[int]] = defaultdict(list)
     done = 0
@@ -154,7 +150,6 @@ def make_batches(
 def _deal(
     problem: Problem,
     tasks: Sequence[MatrixTask],
-    kind_of: dict[str, int],
     assignment: np.ndarray,
     waves: tuple[tuple[int, ...], ...],
 ) -> dict[str, int]:
@@ -163,6 +158,7 @@ def _deal(
     A matrix goes to a rank that owns part of its bucket already, while that rank has not done its
     share up to the end of the wave; otherwise to the rank that is most behind its share.
     """
+    kind_of = problem.kind_of
     left = assignment.copy()
     alone = np.array([kind.alone for kind in problem.kinds], dtype=np.float64)
     share = np.maximum(alone @ assignment, 1.0)

@@ -6,7 +6,7 @@ ranks, and a rank's time is the sum over classes of V(number of blocks of that c
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,7 @@ class Problem:
         cost: Cost of one batch.
         max_batch: Largest batch.
         workspace: Bound in bytes on one batch's temporary memory.
+        apart: Names of matrices whose blocks share no batch with those of the others.
 
     Attributes:
         kinds: Kinds, the most expensive first.
@@ -52,6 +53,7 @@ class Problem:
         state_bytes: int64 (kinds,): optimizer bytes of one matrix of each kind.
         blocks: int64 (classes, kinds): blocks of each class in one matrix of each kind.
         values: int64 (classes, K + 1): V of each class; past a class's total it stays constant.
+        kind_of: Index of the kind of each matrix by name.
         base: int64 (ranks,): microseconds of work that each rank has already.
     """
 
@@ -63,17 +65,20 @@ class Problem:
         *,
         max_batch: int,
         workspace: int,
+        apart: Collection[str] = (),
     ) -> None:
         groups: dict[tuple, list[MatrixTask]] = defaultdict(list)
-        totals: Counter[tuple[int, int]] = Counter()
+        totals: Counter[tuple[bool, int, int]] = Counter()
         for task in tasks:
-            blocks = tuple(sorted((min(block), max(block)) for block in task.blocks))
+            pool = task.name in apart
+            blocks = tuple(sorted((pool, min(block), max(block)) for block in task.blocks))
             groups[blocks, task.state_bytes].append(task)
             totals.update(blocks)
-        self.shapes = sorted(totals)
+        keys = sorted(totals)
+        self.shapes = [(m, n) for _, m, n in keys]
         self.tables = [
-            BatchTable(cost, *shape, totals[shape], max_batch=max_batch, workspace=workspace)
-            for shape in self.shapes
+            BatchTable(cost, m, n, totals[pool, m, n], max_batch=max_batch, workspace=workspace)
+            for pool, m, n in keys
         ]
         longest = max(totals.values(), default=0)
         self.values = np.zeros((len(self.shapes), longest + 1), dtype=np.int64)
@@ -82,7 +87,7 @@ class Problem:
             row[: len(known)] = known
             row[len(known) :] = known[-1]
 
-        index = {shape: i for i, shape in enumerate(self.shapes)}
+        index = {key: i for i, key in enumerate(keys)}
         kinds = []
         for (blocks, state_bytes), members in groups.items():
             amounts = Counter(index[block] for block in blocks)
@@ -100,10 +105,19 @@ class Problem:
             self.blocks[list(kind.classes), s] = kind.blocks
         self.base = np.array([int(w.load * 1e6 + 0.5) for w in workers], dtype=np.int64)
 
+        self.kind_of = {t.name: s for s, kind in enumerate(self.kinds) for t in kind.tasks}
+
     @property
     def ranks(self) -> int:
         """Number of workers."""
         return len(self.workers)
+
+    def counts_of(self, owner: Mapping[str, int]) -> np.ndarray:
+        """Counts (kinds, ranks) of concrete owners, rank by matrix name."""
+        assignment = np.zeros((len(self.kinds), self.ranks), dtype=np.int64)
+        for name, rank in owner.items():
+            assignment[self.kind_of[name], rank] += 1
+        return assignment
 
     def block_counts(self, assignment: np.ndarray) -> np.ndarray:
         """(classes, ranks): blocks of each class on each rank, of counts (kinds, ranks)."""

@@ -11,6 +11,9 @@ from dmuon_megatron.planner.problem import Problem
 SEARCH_PASSES = 400
 """Moves or swaps that one local search may make."""
 
+CHUNK = 1_000_000
+"""Numbers that one step of the local search holds in one array."""
+
 FORBIDDEN = np.iinfo(np.int64).max // 4
 """Stands for the load of a rank that must not be chosen."""
 
@@ -74,90 +77,113 @@ def local_search(
     the two ranks is lowest. Memory caps are kept.
     """
     assignment = assignment.copy()
-    kinds = range(len(problem.kinds))
     loads = problem.loads(assignment)
-    memory = problem.memory(assignment)
-    blocks = problem.block_counts(assignment)
     for _ in range(passes):
         source = int(loads.argmax())
-        best: tuple[int, int, np.ndarray] | None = None
-        for change in _changes(problem, assignment, source, kinds):
-            delta = problem.blocks @ change
-            touched = np.flatnonzero(delta)
-            left = _value_change(problem, blocks[touched, source], touched, -delta[touched])
-            source_load = loads[source] + left
-            limit = loads[source] if best is None else best[0]
-            if source_load >= limit:
-                continue
-            bytes_moved = int(problem.state_bytes @ change)
-            if memory[source] - bytes_moved > caps[source]:
-                continue
-            # A rank can take the change only if it holds what it has to give back.
-            able = (assignment + change[:, None] >= 0).all(axis=0)
-            able &= memory + bytes_moved <= caps
-            able[source] = False
-            targets = np.flatnonzero(able)
-            if not len(targets):
-                continue
-            gained = _value_change(
-                problem, blocks[np.ix_(touched, targets)], touched, delta[touched][:, None]
-            )
-            worst = np.maximum(loads[targets] + gained, source_load)
-            pick = int(worst.argmin())
-            if worst[pick] < limit:
-                best = (int(worst[pick]), int(targets[pick]), change)
-        if best is None:
+        step = _best_change(problem, assignment, loads, caps, source)
+        if step is None:
             break
-        _, target, change = best
+        target, change = step
         assignment[:, source] -= change
         assignment[:, target] += change
         pair = [source, target]
         loads[pair] = problem.base[pair] + problem.work(assignment[:, pair])
-        memory[pair] = problem.memory(assignment[:, pair])
-        blocks[:, pair] = problem.block_counts(assignment[:, pair])
     return assignment
+
+
+def _best_change(
+    problem: Problem, assignment: np.ndarray, loads: np.ndarray, caps: np.ndarray, source: int
+) -> tuple[int, np.ndarray] | None:
+    """The rank and the counts to give it after which the higher of both ranks is lowest.
+
+    None if no change leaves both below the source's present load.
+    """
+    held = assignment[:, source]
+    changes = _changes(problem, held)
+    left = problem.base[source] + problem.work(held[:, None] - changes.T)
+    moved = changes @ problem.state_bytes
+    keep = (left < loads[source]) & (problem.state_bytes @ held - moved <= caps[source])
+    changes, left, moved = changes[keep], left[keep], moved[keep]
+    if not len(changes) or problem.ranks == 1:
+        return None
+
+    # Ranks that hold the same are tried once.
+    others = np.delete(np.arange(problem.ranks), source)
+    facts = np.vstack((problem.base[others], caps[others], assignment[:, others]))
+    others = others[np.unique(facts, axis=1, return_index=True)[1]]
+    have, free = assignment[:, others], caps[others] - problem.memory(assignment[:, others])
+    blocks, delta = problem.block_counts(have), changes @ problem.blocks.T
+    best: tuple[int, int, int] | None = None
+    chunk = max(1, CHUNK // max(1, have.size))
+    for first in range(0, len(changes), chunk):
+        part = slice(first, first + chunk)
+        able = (have[None] + changes[part, :, None] >= 0).all(axis=1)
+        able &= moved[part, None] <= free[None]
+        worst = np.broadcast_to(problem.base[others], able.shape).copy()
+        for c in range(len(problem.shapes)):
+            count = np.where(able, blocks[None, c] + delta[part, c, None], 0)
+            worst += problem.values[c, count]
+        worst = np.where(able, np.maximum(worst, left[part, None]), FORBIDDEN)
+        at = int(worst.argmin())
+        value = int(worst.flat[at])
+        if value < loads[source] and (best is None or value < best[0]):
+            row, column = divmod(at, len(others))
+            best = value, first + row, int(others[column])
+    return None if best is None else (best[2], changes[best[1]])
 
 
 def by_numel(problem: Problem) -> np.ndarray:
     """LPT on elements: the largest matrix first, each to the rank with the fewest elements."""
     assignment = np.zeros((len(problem.kinds), problem.ranks), dtype=np.int64)
-    elements = np.zeros(problem.ranks, dtype=np.int64)
-    for s in sorted(range(len(problem.kinds)), key=lambda s: -problem.state_bytes[s]):
+    owned = np.zeros(problem.ranks, dtype=np.int64)
+    for s in _largest_first(problem):
         for _ in range(int(problem.counts[s])):
-            rank = int(elements.argmin())
+            rank = int(owned.argmin())
             assignment[s, rank] += 1
-            elements[rank] += problem.state_bytes[s]
+            owned[rank] += problem.state_bytes[s]
     return assignment
 
 
-def _changes(problem: Problem, assignment: np.ndarray, source: int, kinds: range):
-    """Counts (kinds,) that leave the source rank: positive go out, negative come in return."""
-    held = assignment[:, source]
-    for s in kinds:
+def best_fit(problem: Problem, caps: np.ndarray) -> np.ndarray | None:
+    """The largest matrix first, each to the rank it fills up most; for tight memory caps.
+
+    Returns:
+        Counts, or None if some matrix fits no rank any more.
+    """
+    assignment = np.zeros((len(problem.kinds), problem.ranks), dtype=np.int64)
+    room = caps.copy()
+    for s in _largest_first(problem):
+        for _ in range(int(problem.counts[s])):
+            fitting = np.where(room >= problem.state_bytes[s], room, FORBIDDEN)
+            rank = int(fitting.argmin())
+            if fitting[rank] == FORBIDDEN:
+                return None
+            assignment[s, rank] += 1
+            room[rank] -= problem.state_bytes[s]
+    return assignment
+
+
+def _largest_first(problem: Problem) -> list[int]:
+    """Kinds by bytes of one matrix, falling."""
+    return sorted(range(len(problem.kinds)), key=lambda s: -int(problem.state_bytes[s]))
+
+
+def _changes(problem: Problem, held: np.ndarray) -> np.ndarray:
+    """Counts (changes, kinds) that may leave a rank: positive go out, negative come in return."""
+    kinds = len(held)
+    changes = []
+    for s in range(kinds):
         for out in sorted({1, 2, int(held[s])}):
             if not 0 < out <= held[s]:
                 continue
-            change = np.zeros(len(kinds), dtype=np.int64)
+            change = np.zeros(kinds, dtype=np.int64)
             change[s] = out
-            yield change
-            for t in kinds:
+            changes.append(change)
+            for t in range(kinds):
                 if t == s:
                     continue
-                for back in (1, 2, 3):
-                    if held[t] + back > problem.counts[t]:
-                        break
+                for back in range(1, min(3, int(problem.counts[t] - held[t])) + 1):
                     swap = change.copy()
                     swap[t] = -back
-                    yield swap
-
-
-def _value_change(
-    problem: Problem, have: np.ndarray, classes: np.ndarray, delta: np.ndarray
-) -> np.ndarray | int:
-    """Microseconds by which V changes when `have` blocks of each class become `have + delta`.
-
-    `have` and `delta` are (classes,) or (classes, ranks); the result has no class axis. Ranks that
-    lack the blocks to give must have been removed before.
-    """
-    row = classes if have.ndim == 1 else classes[:, None]
-    return (problem.values[row, have + delta] - problem.values[row, have]).sum(axis=0)
+                    changes.append(swap)
+    return np.array(changes, dtype=np.int64).reshape(len(changes), kinds)
