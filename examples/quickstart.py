@@ -111,8 +111,7 @@ def command(optimizer: str, steps: int, nproc: int, data: Path, tensorboard: Pat
 
 def is_plan(line: str) -> bool:
     """Whether a line of output is DMuon's own: the table of owners and what goes with it."""
-    text = line.strip()
-    return text.lower().startswith("dmuon") or bool(re.match("[\u2500-\u257f]", text))
+    return line.startswith("DMuon") or bool(re.match("[\u2500-\u257f]", line))
 
 
 def train(optimizer: str, steps: int, nproc: int, data: Path) -> Run:
