@@ -9,7 +9,7 @@ Without CUDA it trains on the CPU over gloo, which needs a few flags more:
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --optimizer dmuon \\
         --distributed-backend gloo --transformer-impl local --no-persist-layer-norm \\
-        --no-gradient-accumulation-fusion --no-rope-fusion ...
+        --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion ...
 
 Two lines make a pretrain script ready for dmuon: the import and the call of `install`. A script
 that shall stay as it is runs under `python -m dmuon_megatron.launch` instead.
