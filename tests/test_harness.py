@@ -3,8 +3,10 @@ Megatron agrees with the plain reference."""
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,8 @@ def test_a_rank_that_dies_is_reported(how, shown):
 
 def _hang_on_rank_one(folder):
     (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    child = subprocess.Popen(["sleep", "1000"])
+    (folder / f"child {dist.get_rank()}").write_text(str(child.pid))
     while dist.get_rank() == 1:
         time.sleep(0.1)
     dist.barrier()
@@ -75,9 +79,17 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks_and_no_process_left(tmp_path):
     stacks = {error.rank: error.details for error in failure.value.errors}
     assert "barrier" in stacks[0] and "_hang_on_rank_one" in stacks[0]
     assert "_hang_on_rank_one" in stacks[1]
+    assert len(list(tmp_path.iterdir())) == 4
     for file in tmp_path.iterdir():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
+        assert not _is_running(int(file.read_text()))
+
+
+def _is_running(pid):
+    """A killed process whose parent has gone may stay a while as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _refuse(ranks):

@@ -233,8 +233,10 @@ class _Rank:
                 self.pipe.send_bytes(b"go")
             self.process.join(LINGER_SECONDS)
         self.pipe.close()
-        if self.process.is_alive():
-            self.process.kill()
+        self.process.kill()
+        # And whatever it has started: it leads a process group.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.process.close()
 
@@ -278,6 +280,7 @@ def _end_with_server(server: int) -> None:
 
 
 def _rank_main(rank, world_size, port, work, stacks, pipe, server):
+    os.setpgid(0, 0)
     _end_with_server(server)
     with Path(stacks).open("w") as file:
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
