@@ -21,6 +21,7 @@ from dmuon_megatron.orthogonalize.iterate import (
     standard,
 )
 from dmuon_megatron.orthogonalize.normalize import normalize_into
+from dmuon_megatron.orthogonalize.products import panels
 from dmuon_megatron.orthogonalize.schedule import (
     HALF_DTYPES,
     Form,
@@ -34,15 +35,15 @@ from dmuon_megatron.orthogonalize.workspace import Workspace, aligned
 # Matrices orthogonalized so far, by (form, dtype of the products): ("gram", "bfloat16") -> 12.
 stats: Counter[tuple[str, str]] = Counter()
 
-# On a CPU a batch is run in parts that stay near the caches; larger matrices go one at a time,
-# where the symmetric products then save work.
-_CPU_PART_BYTES = 2 << 20
+# On a CPU a batch runs in parts that stay in the last-level cache. Matrices whose symmetric
+# products are worth cutting into panels go one at a time.
+_CPU_PART_BYTES = 4 << 20
 
 # fp16 from this many rows on: off-diagonal elements come near fp16's subnormals (2.4 % error at
-# 8192 x 28672), so X and the m x m matrices are carried times a power of two.
+# 8192 x 28672), so X and the m x m matrices are carried times a power of two. The largest m x m
+# element is Q's, the product of a over a segment (41 in any set, in three steps), times 512.
 _FP16_SCALED_ROWS = 4096
-_FP16_X_SCALE = 2.0**8
-_FP16_GRAM_SCALE = 2.0**10
+_FP16_SCALES = Scales(x=2.0**8, gram=2.0**9)
 
 
 @torch.no_grad()
@@ -140,16 +141,17 @@ class _Buffers:
     """What one part of a batch keeps in the workspace, beside the result ``target``.
 
     The normalised input is staged in fp32 (fp64 for fp64) whatever the products' dtype; X takes
-    turns between two buffers. The result stands in for whichever of them it can.
+    turns between two buffers. The result, of the input's dtype, stands in for whichever it can.
     """
 
     def __init__(self, m: int, n: int, form: Form, target: Tensor) -> None:
         self.shape, self.side, self.form = (m, n), min(m, n), form
-        self.stage_dtype = torch.float64 if form.dtype == torch.float64 else torch.float32
+        wide = torch.float64 in (form.dtype, target.dtype)
+        self.stage_dtype = torch.float64 if wide else torch.float32
         contiguous = target.is_contiguous()
         self.target_is_x = contiguous and target.dtype == form.dtype
         self.target_is_stage = contiguous and target.dtype == self.stage_dtype
-        self.target_device = target.device
+        self.device_type = target.device.type
         self.small = GRAM_SMALL if form.gram else STANDARD_SMALL
 
     def nbytes(self, batch: int) -> int:
@@ -163,7 +165,9 @@ class _Buffers:
     def part(self, count: int, workspace: Workspace) -> int:
         """How many of ``count`` matrices to run at a time."""
         limit = workspace.max_bytes
-        if self.target_device.type == "cpu":
+        if self.device_type == "cpu":
+            if panels(self.side, self.form.dtype, "cpu") > 1:
+                return 1
             limit = min(limit or _CPU_PART_BYTES, _CPU_PART_BYTES)
         if limit is None or self.nbytes(count) <= limit:
             return count
@@ -195,7 +199,8 @@ def _run(
     else:
         stage = workspace.take(shape, buffers.stage_dtype, device)
 
-    scales = _scales(s, rows, form)
+    scaled = form.dtype == torch.float16 and s >= _FP16_SCALED_ROWS
+    scales = _FP16_SCALES if scaled else Scales()
     finite = normalize_into(stage, source, scale=scales.x)
     if stage is not x:
         x.copy_(stage)
@@ -208,18 +213,6 @@ def _run(
     if not buffers.target_is_x:
         target.copy_(spare if products % 2 else x)
     return finite
-
-
-def _scales(m: int, rows: Sequence[Triple], form: Form) -> Scales:
-    if form.dtype != torch.float16 or m < _FP16_SCALED_ROWS:
-        return Scales()
-    # Q's elements reach the product of a over a segment; they must stay below fp16's 65504
-    growth, start = 16.0, 0
-    for length in form.segments if form.gram else (1,) * len(rows):
-        growth = max(growth, math.prod(abs(a) for a, _, _ in rows[start : start + length]))
-        start += length
-    fitting = 2.0 ** math.floor(math.log2(2**15 / growth))
-    return Scales(_FP16_X_SCALE, min(_FP16_GRAM_SCALE, fitting))
 
 
 def _rows(
