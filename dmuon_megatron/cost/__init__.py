@@ -2,11 +2,16 @@
 
 A cost is any object with ``seconds(rows, cols, batch)``: the time, in seconds, of one batched
 Newton-Schulz over `batch` matrices of one shape. Nothing here imports torch at import;
-:class:`MeasuredCost` is loaded on first use, since it needs a device to time.
+:class:`MeasuredCost` is loaded when it is first asked for, since it times on a device.
 """
+
+from typing import TYPE_CHECKING
 
 from dmuon_megatron.cost.analytic import DEVICES, AnalyticCost, Device
 from dmuon_megatron.cost.batches import BatchTable, Cost, batch_microseconds, workspace_bytes
+
+if TYPE_CHECKING:
+    from dmuon_megatron.cost.measured import MeasuredCost, measurements
 
 __all__ = [
     "DEVICES",
@@ -14,6 +19,16 @@ __all__ = [
     "BatchTable",
     "Cost",
     "Device",
+    "MeasuredCost",
     "batch_microseconds",
+    "measurements",
     "workspace_bytes",
 ]
+
+
+def __getattr__(name: str):
+    if name in ("MeasuredCost", "measurements"):
+        from dmuon_megatron.cost import measured
+
+        return getattr(measured, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
