@@ -1,0 +1,112 @@
+"""Muon's update as pure functions: blocks, batches, momentum, decay."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmuon_megatron.muon import (
+    Block,
+    Recipe,
+    apply_,
+    bytes_per_problem,
+    make_batches,
+    momentum_,
+    orthogonalize_batch,
+    scale_factor,
+)
+from dmuon_megatron.orthogonalize import Workspace, orthogonalize
+
+
+def test_a_block_takes_its_rows_from_every_group():
+    matrix = torch.arange(12.0).repeat(3, 1).T.contiguous()  # row i holds i
+    block = Block(groups=2, start=1, rows=2, cols=3)
+    assert block.shape == (4, 3)
+    assert block.view(matrix.view(-1))[..., 0].tolist() == [[1, 2], [7, 8]]
+
+
+shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+@given(st.lists(st.lists(shapes, min_size=1, max_size=3), max_size=8), st.integers(1, 500))
+def test_every_block_is_in_one_batch_of_one_shape_within_the_memory(matrices, limit):
+    blocks = [[Block(1, 0, *shape) for shape in matrix] for matrix in matrices]
+    batches = make_batches(blocks, lambda m, n: 4 * m * n, limit)
+    placed = [(p.matrix, p.block) for batch in batches for p in batch]
+    expected = [(i, block) for i, matrix in enumerate(blocks) for block in matrix]
+    assert sorted(placed, key=str) == sorted(expected, key=str)
+    for batch in batches:
+        (shape,) = {p.short_side_first for p in batch}
+        assert len(batch) == 1 or len(batch) * 4 * shape[0] * shape[1] <= limit
+
+
+def test_a_matrix_and_its_transpose_share_a_batch():
+    blocks = [[Block(1, 0, 4, 6)], [Block(1, 0, 6, 4)], [Block(1, 0, 6, 6)]]
+    batches = make_batches(blocks, lambda m, n: 1, 100)
+    assert [[p.matrix for p in batch] for batch in batches] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_averages_and_nesterov_looks_ahead(nesterov):
+    start, grad = torch.randn(5), torch.randn(5)
+    momentum, gradient = start.clone(), grad.clone()
+    (direction,) = momentum_([momentum], [gradient], 0.9, nesterov)
+    average = 0.9 * start + 0.1 * grad
+    torch.testing.assert_close(momentum, average)
+    torch.testing.assert_close(direction, 0.1 * grad + 0.9 * average if nesterov else average)
+
+
+def test_the_batch_writes_the_scaled_factor_of_each_block_and_nothing_else():
+    recipe = Recipe(scale_mode="shape_scaling", extra_scale=0.5)
+    fused = torch.randn(2 * 6, 8)  # two groups of 3 + 2 + 1 rows
+    tall = torch.randn(8, 6)
+    first = Block(2, 0, 3, 8)
+    whole = Block(1, 0, 8, 6)
+    (batch,) = make_batches([[first], [whole]], lambda m, n: 1, 100)
+    outputs = [torch.full((2 * 6, 8), 7.0), torch.empty(8, 6)]
+    orthogonalize_batch(batch, [fused, tall], outputs, recipe, Workspace())
+    rows = torch.tensor([0, 1, 2, 6, 7, 8])
+    torch.testing.assert_close(outputs[0][rows], 0.5 * orthogonalize(fused[rows]))
+    others = torch.tensor([3, 4, 5, 9, 10, 11])
+    assert (outputs[0][others] == 7).all()
+    expected = 0.5 * (8 / 6) ** 0.5 * orthogonalize(tall)
+    torch.testing.assert_close(outputs[1], expected)
+
+
+def test_the_matmul_precision_is_the_recipes_during_the_iteration_and_the_users_after(monkeypatch):
+    from dmuon_megatron import muon
+
+    seen = []
+    monkeypatch.setattr(
+        muon, "orthogonalize", lambda *_, **__: seen.append(torch.get_float32_matmul_precision())
+    )
+    before = torch.get_float32_matmul_precision()
+    (batch,) = make_batches([[Block(1, 0, 2, 2)]], lambda m, n: 1, 1)
+    x = torch.eye(2)
+    orthogonalize_batch(batch, [x], [x.clone()], Recipe(precision="high"), Workspace())
+    assert seen == ["high"]
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_decay_is_decoupled_from_the_update():
+    weight, update = torch.ones(3), torch.full((3,), 2.0)
+    apply_([weight], [update], lr=0.1, weight_decay=0.5)
+    torch.testing.assert_close(weight, torch.full((3,), 1 * (1 - 0.05) - 0.2))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("spectral", 6.0), ("unit_rms_norm", 1.5), ("shape_scaling", 1.5)]
+)
+def test_scale_factors(mode, expected):
+    assert scale_factor(36, 16, mode) == expected
+    assert scale_factor(16, 36, "shape_scaling") == 1
+
+
+def test_an_unknown_scale_mode_names_its_flag():
+    with pytest.raises(ValueError, match="--muon-scale-mode"):
+        scale_factor(1, 1, "cubic")
+
+
+def test_a_problems_memory_counts_its_slot_and_the_iterations():
+    slot = 4 * 64 * 128
+    assert slot < bytes_per_problem(64, 128, Recipe()) < 6 * slot
