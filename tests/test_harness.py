@@ -138,6 +138,44 @@ def test_stock_adam_equals_the_reference(reference, ranks, microbatches):
     assert reference.losses[-1] < 0.9 * reference.losses[0]
 
 
+def _reference_muon(rules):
+    from tests.harness.reference import train_reference
+
+    return train_reference(Tiny(), steps=3, rules=rules)
+
+
+def _stock_muon(rules):
+    from tests.harness.loop import ddp_config, optimizer_config, train
+
+    ddp = ddp_config(overlap=False, use_distributed_optimizer=False)
+    optimizer = optimizer_config(
+        Tiny(),
+        overlap=False,
+        optimizer="muon",
+        use_distributed_optimizer=False,
+        muon_momentum=rules.momentum,
+        muon_nesterov=rules.nesterov,
+        muon_split_qkv=rules.split_qkv,
+        muon_scale_mode=rules.scale_mode,
+        muon_extra_scale_factor=rules.extra_scale,
+        muon_fp32_matmul_prec="highest",
+    )
+    return train(Tiny(), steps=3, ddp=ddp, optimizer=optimizer).portable()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [Rules(), Rules(nesterov=True, split_qkv=False, scale_mode="unit_rms_norm", extra_scale=0.2)],
+    ids=["defaults", "others"],
+)
+def test_stock_muon_equals_the_reference(rules):
+    pytest.importorskip("emerging_optimizers", reason="Megatron's own Muon needs it")
+    (expected,) = run_ranks(_reference_muon, 1, rules)
+    for run in run_ranks(_stock_muon, 2, rules):
+        assert_close(run.weights, expected.weights, 1e-5)
+        assert run.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+
+
 def test_looking_at_weights_and_evaluating_in_between_changes_nothing():
     plain, watched, serial = (
         run_ranks(_stock_adam, 2, **settings)[1]

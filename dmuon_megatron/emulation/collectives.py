@@ -25,7 +25,7 @@ class _Unpad:
 
 
 def _barrier_without_devices(barrier):
-    """gloo refuses device_ids, which Megatron passes."""
+    """Before torch 2.14 gloo refuses device_ids, which Megatron passes."""
 
     def call(group=None, async_op=False, device_ids=None):
         return barrier(group, async_op)
