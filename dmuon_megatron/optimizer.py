@@ -322,7 +322,8 @@ class DMuonChainedOptimizer(ChainedOptimizer):
         log_single_rank(
             logger,
             logging.WARNING,
-            f"gradients are not finite, so this step is skipped on every rank ({where})",
+            "gradients are not finite, so this step is skipped on every rank "
+            f"({where or 'each is, but their norm overflows'})",
         )
 
     def state_dict(self):

@@ -299,6 +299,33 @@ def test_momentum_is_the_average_of_the_gradients_and_newton_schulz_never_writes
             assert_same(weights, initial)
 
 
+def _accumulate_256_and_1():
+    from tests.harness.gradients import momenta, train_injected
+
+    microbatches = {}
+
+    def gradient(name, shape, step, rank):
+        microbatches[name] = microbatches.get(name, 0) + 1
+        return torch.full(shape, 256.0 if microbatches[name] == 1 else 1.0)
+
+    run, _ = train_injected(
+        Tiny(bf16=True),
+        gradient,
+        steps=1,
+        num_microbatches=2,
+        optimizer={"clip_grad": 0.0, "lr": 0.0, "min_lr": 0.0},
+    )
+    return momenta(run)
+
+
+def test_bf16_gradients_are_accumulated_in_fp32_before_they_reach_momentum():
+    # A public report: with bf16 parameters 256 + 1 was 256, as it is in bf16.
+    for momenta in run_ranks(_accumulate_256_and_1, 2):
+        for momentum in momenta.values():
+            expected = torch.zeros_like(momentum).lerp(torch.full_like(momentum, 257), 1 - 0.95)
+            assert torch.equal(momentum, expected)
+
+
 # ---- Missing gradients ----
 
 
@@ -474,6 +501,7 @@ BAD_GRADIENTS = {
     "infinity in a matrix": (QKV, -math.inf),
     "NaN in an embedding": ("embedding.word_embeddings.weight", math.nan),
     "infinity in a norm": ("decoder.final_layernorm.weight", math.inf),
+    "finite, with a norm that is not": (FC2, 1e25),
 }
 
 

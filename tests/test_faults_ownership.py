@@ -98,6 +98,61 @@ def test_two_matrices_train_on_three_ranks_and_one_on_two():
             assert_close(weights, expected, 1e-5)
 
 
+# ---- Groups and plans ----
+
+
+def _groups_of_their_own():
+    """Weights of a run in which fc2 has a learning rate of 0 and proj no weight decay."""
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey
+
+    from dmuon_megatron import get_dmuon_optimizer
+    from tests.harness import dmuon
+    from tests.harness.gradients import follow, means, train_injected
+
+    def build(config, chunks):
+        overrides = get_standard_config_overrides(config)
+        overrides[ParamKey(name="*linear_fc2.weight")] = {"max_lr": 0.0, "min_lr": 0.0}
+        overrides[ParamKey(name="*linear_proj.weight")] = {"wd_mult": 0.0}
+        return get_dmuon_optimizer(config, chunks, overrides)
+
+    dmuon.dmuon_optimizer = build
+    tiny = Tiny(layers=1)
+    run, initial = train_injected(tiny, different, steps=2)
+    grads = means(initial, different, steps=2, ranks=dist.get_world_size())
+    expected = follow(initial, grads, tiny, Rules())[-1]
+    plain = follow(initial, grads, tiny, Rules(weight_decay=0.0))[-1]
+    for name in initial:
+        if name.endswith("linear_fc2.weight"):
+            expected[name] = initial[name]
+        if name.endswith("linear_proj.weight"):
+            expected[name] = plain[name]
+    return run.weights, expected
+
+
+def test_matrices_keep_the_learning_rate_and_decay_of_their_group_wherever_they_live():
+    # A public report: one learning rate overwrote those of all groups.
+    results = run_ranks(_groups_of_their_own, 3)
+    for weights, expected in results:
+        assert_close(weights, expected, 1e-5)
+        assert_same(weights, results[0][0])
+
+
+def _different_models():
+    from tests.harness.dmuon import train_dmuon
+    from tests.harness.gradients import changed_model, freeze_all_but
+
+    frozen = f"decoder.layers.{dist.get_rank()}.mlp.linear_fc1.weight"
+    with changed_model(freeze_all_but(lambda name, _: name != frozen)):
+        train_dmuon(Tiny(), steps=1)
+
+
+def test_ranks_with_different_models_stop_with_one_error():
+    # A public report: ranks that chose owners by themselves chose different ones.
+    messages = run_ranks_expecting_error(_different_models, 2, error=RuntimeError, timeout=60)
+    assert messages[0] == messages[1] and "different owner plans" in messages[0]
+
+
 # ---- Ownership is fixed ----
 
 

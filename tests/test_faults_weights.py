@@ -1,5 +1,6 @@
 """Faults on the way from update to weights that users of distributed Muon have met."""
 
+import dataclasses
 import types
 
 import pytest
@@ -130,10 +131,19 @@ def _disagreeing_flags():
     from tests.harness.wire import record_wire
 
     results = []
-    for ddp, optimizer in ((True, True), (True, False), (False, True)):
+    for grads, weights, in_optimizer in (
+        (True, True, True),
+        (True, True, False),
+        (False, False, True),
+        (True, False, False),
+        (True, False, True),
+    ):
         with record_wire() as wire:
             run = train_dmuon(
-                TINY, steps=2, overlap=ddp, optimizer={"overlap_param_gather": optimizer}
+                TINY,
+                steps=2,
+                ddp={"overlap_grad_reduce": grads, "overlap_param_gather": weights},
+                optimizer={"overlap_param_gather": in_optimizer},
             )
         results.append((run.weights, dict(wire.calls)))
     return results
@@ -145,6 +155,33 @@ def test_where_overlap_flags_disagree_ddps_counts_and_weights_are_published_once
         for weights, calls in others:
             assert_same(weights, agreed[0])
             assert calls == agreed[1]
+
+
+def _load_other_weights(tiny):
+    """Weights at the end of a run that loads others after its first step, and those others."""
+    from tests.harness.dmuon import train_dmuon
+    from tests.harness.late import late
+    from tests.harness.tiny import build_model, plain_name
+
+    loaded = {}
+
+    def load(run):
+        if not loaded:
+            other = build_model(dataclasses.replace(tiny, seed=2))
+            loaded.update((plain_name(n), p.detach()) for n, p in other.named_parameters())
+            run.model.load_state_dict(other.state_dict())
+            run.optimizer.reload_model_params()
+
+    with late():
+        run = train_dmuon(tiny, steps=2, after_step=load, optimizer={"lr": 0.0, "min_lr": 0.0})
+    return run.weights, loaded
+
+
+@pytest.mark.parametrize("tiny", [TINY, Tiny(bf16=True)], ids=["fp32", "bf16"])
+def test_weights_loaded_right_after_a_step_are_what_training_goes_on_with(tiny):
+    # Public reports: the next step, or a publish still under way, brought the old weights back.
+    for weights, loaded in run_ranks(_load_other_weights, 2, tiny):
+        assert_same(weights, loaded)
 
 
 # ---- Weight decay ----
