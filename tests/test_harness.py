@@ -4,7 +4,6 @@ Megatron agrees with the plain reference."""
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -29,8 +28,22 @@ def test_every_rank_runs_and_results_come_in_order():
     results = run_ranks(_sum_of_ranks, 3, 2.0)
     assert [rank for rank, _ in results] == [0, 1, 2]
     assert all(torch.equal(value, torch.full((2,), 6.0)) for _, value in results)
-    # Results are values: they do not bring in Megatron, which this process must not have.
-    assert "megatron.core" not in sys.modules
+
+
+def _pickled_results():
+    from tests.harness.ranks import _pickled
+
+    values = [torch.arange(6, dtype=torch.bfloat16).view(2, 3).T, torch.ones(0, 3), torch.tensor(5)]
+    message = _pickled(values)
+    # Megatron puts a function of its own into pickled tensors.
+    assert b"megatron" not in message
+    return values
+
+
+def test_tensors_come_back_as_values_and_bring_no_megatron_along():
+    (values,) = run_ranks(_pickled_results, 1)
+    assert torch.equal(values[0], torch.arange(6, dtype=torch.bfloat16).view(2, 3).T)
+    assert values[1].shape == (0, 3) and values[2].shape == () and values[2] == 5
 
 
 def _raise_on(rank):
