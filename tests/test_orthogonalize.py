@@ -1,5 +1,10 @@
 """What orthogonalize promises besides accuracy: any input, nothing written, nothing spread."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -438,3 +443,25 @@ def test_without_native_half_products_the_arithmetic_is_the_same(monkeypatch):
     native = orthogonalize(x, dtype=torch.bfloat16)
     monkeypatch.setattr(module, "native_on_cpu", lambda dtype: dtype == torch.float32)
     assert relative(orthogonalize(x, dtype=torch.bfloat16), native) < 1e-2
+
+
+def test_benchmark_runs(tmp_path):
+    script = Path(__file__).parents[1] / "examples" / "benchmarks" / "orthogonalize.py"
+    report = tmp_path / "figures.json"
+    run = subprocess.run(
+        [
+            *(sys.executable, str(script), "--shapes", "32x64", "2x24x24", "--turns", "1"),
+            *("--device", "cpu", "--json", str(report)),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["shape"], row["dtype"]) for row in rows] == [
+        ("32x64", "float32"),
+        ("2x24x24", "float32"),
+        ("32x64", "bfloat16"),
+        ("2x24x24", "bfloat16"),
+    ]
+    assert all(row["auto_over"]["standard"] > 0 for row in rows)

@@ -5,6 +5,8 @@ measured on these matrices.
 """
 
 import math
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -226,6 +228,18 @@ def test_fast_restarts_are_refused_where_they_diverge():
         orthogonalize(x, method="gram")
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_by_the_newer_setting_is_noticed():
+    """Once that setting was used, torch raises when asked by the older function."""
+    script = (
+        "import torch; from dmuon_megatron.orthogonalize import orthogonalize\n"
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "orthogonalize(torch.randn(32, 64))\n"
+        "orthogonalize(torch.randn(32, 64), restarts=())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "restarts=() leaves 5 Gram steps" in run.stderr
 
 
 @pytest.mark.parametrize("restarts", [(0, 2), (2, 5), (4, 2), (2, 2)])

@@ -104,16 +104,16 @@ def orthogonalize(
     direct = target is not None
     if target is None:
         target = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
-    flags = []
     buffers = _Buffers(m, n, form, target)
     part = buffers.part(count, workspace)
-    for lo in range(0, count, part):
-        hi = min(lo + part, count)
-        flags.append(_run(batch[lo:hi], target[lo:hi], rows, form, buffers, workspace))
+    peaks = [
+        _run(source, into, rows, form, buffers, workspace)
+        for source, into in zip(batch.split(part), target.split(part), strict=True)
+    ]
     if not direct:
         result.copy_(target.view(x.shape))
     if finite is not None:
-        finite.copy_(torch.cat(flags).view(finite.shape))
+        finite.copy_(torch.cat(peaks).isfinite().view(finite.shape))
     stats[form.name, _dtype_name(form.dtype)] += count
     return result
 
@@ -182,11 +182,13 @@ def _run(
     buffers: _Buffers,
     workspace: Workspace,
 ) -> Tensor:
-    """Orthogonalize (b, m, n) ``source`` into ``target``; returns (b,) bool, finite or not."""
-    shape, device = target.shape, target.device
-    b, s = shape[0], buffers.side
-    workspace.reserve(buffers.nbytes(b), device)
-    small = [workspace.take((b, s, s), form.dtype, device) for _ in range(buffers.small)]
+    """Orthogonalize (b, m, n) ``source`` into ``target``; returns each one's largest magnitude."""
+    device, s = target.device, buffers.side
+    workspace.reserve(buffers.nbytes(len(target)), device)
+    if len(target) == 1:  # one matrix: torch's unbatched products, in panels where that pays
+        target = target[0]
+    shape, lead = target.shape, target.shape[:-2]
+    small = [workspace.take((*lead, s, s), form.dtype, device) for _ in range(buffers.small)]
     x = workspace.take(shape, form.dtype, device)
     spare = target if buffers.target_is_x else workspace.take(shape, form.dtype, device)
     products = len(form.segments) if form.gram else len(rows)
@@ -201,18 +203,16 @@ def _run(
 
     scaled = form.dtype == torch.float16 and s >= _FP16_SCALED_ROWS
     scales = _FP16_SCALES if scaled else Scales()
-    finite = normalize_into(stage, source, scale=scales.x)
+    peaks = normalize_into(stage.view(source.shape), source, scale=scales.x)
     if stage is not x:
         x.copy_(stage)
-    if b == 1:  # one matrix: torch's unbatched products, in panels where that pays
-        x, spare, small = x[0], spare[0], [matrix[0] for matrix in small]
     if form.gram:
         gram(x, spare, small, rows, form.segments, scales)
     else:
         standard(x, spare, small, rows, scales)
     if not buffers.target_is_x:
         target.copy_(spare if products % 2 else x)
-    return finite
+    return peaks
 
 
 def _rows(

@@ -99,8 +99,16 @@ def _segments(steps: int, restarts: Sequence[int] | None, dtype: torch.dtype) ->
 
 
 def reduced_fp32() -> bool:
-    """Whether torch may multiply fp32 matrices in less (torch.set_float32_matmul_precision)."""
-    return torch.get_float32_matmul_precision() != "highest"
+    """Whether torch may multiply fp32 matrices in less, on the GPU or on the CPU.
+
+    Asks the settings that torch 2.9 added, which follow torch.set_float32_matmul_precision too;
+    where they were used, torch refuses to answer through the old function.
+    """
+    backends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    settings = [getattr(backend, "fp32_precision", None) for backend in backends]
+    if None in settings:
+        return torch.get_float32_matmul_precision() != "highest"
+    return any(setting not in ("none", "ieee") for setting in settings)
 
 
 def ns_flops(
