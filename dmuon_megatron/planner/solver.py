@@ -81,8 +81,7 @@ class HighsSolver:
         """
         import highspy
 
-        highs = highspy.Highs()
-        highs.silent()
+        highs = _quiet_highs()
         options = {"threads": 1, "parallel": "off", "random_seed": 0, "mip_rel_gap": 1e-9}
         if nodes is not None:
             options["mip_max_nodes"] = nodes
@@ -130,6 +129,23 @@ class HighsSolver:
             np.array(solution.col_value) if found else None,
             None if model.whole.any() else np.array(solution.row_dual),
         )
+
+
+def _quiet_highs():
+    """A HiGHS object that writes nothing.
+
+    Its constructor sets up callbacks, which prints a banner to standard output, in the middle of
+    whatever the program prints there. The planner needs no callbacks.
+    """
+    import highspy
+
+    class QuietHighs(highspy.Highs):
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+
+    highs = QuietHighs()
+    highs.silent()
+    return highs
 
 
 def checked(solver: Solver, model: LinearModel, **limits) -> Solution:
