@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 NSMethod = Literal["auto", "gram", "standard"]
-OwnerPolicy = Literal["lpt", "numel", "round-robin"]
+OwnerPolicy = Literal["milp", "lpt", "numel", "round-robin"]
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,19 @@ class DMuonConfig:
         workspace_mb: most memory, in MiB, that one batch of Newton-Schulz problems may use for its
             stack and intermediates. A single problem that needs more still runs, alone.
         ns_method: ``auto`` takes the Gram form where it needs fewer FLOPs, else the standard form.
-        owner_policy: how matrices are assigned to data-parallel ranks: ``lpt`` by the modelled time
-            of batched Newton-Schulz; ``numel`` by size; ``round-robin`` in forward order.
+        owner_policy: how matrices are assigned to data-parallel ranks, see ``plan_owners``:
+            ``milp`` and ``lpt`` balance the time of batched Newton-Schulz, exactly and greedily;
+            ``numel`` balances sizes; ``round-robin`` deals in forward order.
+        plan_budget: seconds that ``milp`` may search for better than its greedy start.
+        profile_budget: seconds for timing Newton-Schulz on the device before planning, once per
+            device and shape, since results are kept on disk; 0: a model of the device instead.
         split_qkv: orthogonalize the Q, K and V rows of a fused QKV weight separately
             (``--muon-no-split-qkv`` turns it off).
         bucket_size: elements per communication bucket (``--ddp-bucket-size``); None: Megatron's
             default, max(40e6, 1e6 x data-parallel size).
         num_buckets: instead of bucket_size, how many buckets to aim at (``--ddp-num-buckets``).
+        ns_steps, matmul_precision: what is timed (``--muon-num-ns-steps``,
+            ``--muon-fp32-matmul-prec``).
 
     Raises:
         ValueError: a value that is out of range, naming its flag.
@@ -29,16 +35,29 @@ class DMuonConfig:
 
     workspace_mb: int = 1024
     ns_method: NSMethod = "auto"
-    owner_policy: OwnerPolicy = "lpt"
+    owner_policy: OwnerPolicy = "milp"
+    plan_budget: float = 20.0
+    profile_budget: float = 20.0
     split_qkv: bool = True
     bucket_size: int | None = None
     num_buckets: int | None = None
+    ns_steps: int = 5
+    matmul_precision: str = "medium"
 
     def __post_init__(self):
         if not _is_count(self.workspace_mb):
             raise ValueError(
                 f"--dmuon-workspace-mb must be a whole number of MiB, at least 1, got "
                 f"{self.workspace_mb!r}"
+            )
+        if not 0 < self.plan_budget < float("inf"):
+            raise ValueError(
+                f"--dmuon-plan-budget must be a number of seconds above 0, got {self.plan_budget}"
+            )
+        if not 0 <= self.profile_budget < float("inf"):
+            raise ValueError(
+                "--dmuon-profile-budget must be a number of seconds, 0 for none, got "
+                f"{self.profile_budget}"
             )
         for flag, value, choices in (
             ("--dmuon-ns-method", self.ns_method, get_args(NSMethod)),
@@ -58,11 +77,13 @@ class DMuonConfig:
         """The configuration in Megatron's parsed arguments.
 
         Args:
-            args: namespace with ``dmuon_*``, ``muon_split_qkv``, ``ddp_bucket_size`` and
-                ``ddp_num_buckets``; what is absent keeps its default.
+            args: namespace with ``dmuon_*``, ``muon_*`` and ``ddp_*``; what is absent keeps its
+                default.
         """
         source = {
             "split_qkv": "muon_split_qkv",
+            "ns_steps": "muon_num_ns_steps",
+            "matmul_precision": "muon_fp32_matmul_prec",
             "bucket_size": "ddp_bucket_size",
             "num_buckets": "ddp_num_buckets",
         }

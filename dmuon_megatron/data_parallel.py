@@ -1,10 +1,8 @@
 """Megatron's DDP with owners: plans who owns what, then lays the buffers out accordingly."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -13,28 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from dmuon_megatron.config import DMuonConfig, refuse_unsupported
-from dmuon_megatron.cost import AnalyticCost
 from dmuon_megatron.layout import OwnerParamLayout, assign_buckets, owner_layout
-from dmuon_megatron.matrices import Matrix, find_matrices, is_matrix
-from dmuon_megatron.planner import MatrixTask, OwnerPlan, plan_owners
+from dmuon_megatron.matrices import find_matrices, is_matrix
+from dmuon_megatron.ownership import Ownership, decide_ownership
 from dmuon_megatron.transport.bucket_group import build_bucket_groups
-
-
-@dataclass(frozen=True)
-class Ownership:
-    """What is decided before the first buffer exists, shared by all model chunks of a stage.
-
-    Attributes:
-        config: the settings that the plan was made with.
-        matrices: per model chunk, in forward order.
-        plan: matrix name to data-parallel rank.
-        cost_model: name of the cost model the plan was made with.
-    """
-
-    config: DMuonConfig
-    matrices: list[list[Matrix]]
-    plan: OwnerPlan
-    cost_model: str
 
 
 class OwnerDataParallel(DistributedDataParallel):
@@ -139,7 +119,7 @@ def wrap_with_ddp(
 
     Raises:
         ValueError: a setting that DMuon does not serve, or a model without any matrix.
-        RuntimeError: ranks that came to different plans.
+        RuntimeError: ranks with different models, or a plan that failed; on every rank.
     """
     config = dmuon_config or DMuonConfig()
     pg = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -174,7 +154,8 @@ def wrap_with_ddp(
         }
         for groups in keyed
     ]
-    ownership = _plan(config, matrices, buckets, group)
+    bucket_of = _number_in_forward_order(model_chunks, buckets)
+    ownership = decide_ownership(config, matrices, bucket_of, group)
     owner = {m.param: ownership.plan.owner[m.name] for chunk in matrices for m in chunk}
 
     wrapped = []
@@ -197,43 +178,12 @@ def wrap_with_ddp(
     return wrapped
 
 
-def _plan(config, matrices, buckets, group) -> Ownership:
-    """Assign owners; the same on every rank of the group, or an error on every rank."""
-    every_bucket = (b for chunk in buckets for of_buffer in chunk.values() for b in of_buffer)
-    numbered = {param: i for i, bucket in enumerate(every_bucket) for param in bucket}
-    tasks = [
-        MatrixTask(
-            m.name,
-            m.rows,
-            m.cols,
-            bucket=numbered[m.param],
-            blocks=tuple(b.shape for b in m.blocks),
-        )
-        for chunk in matrices
-        for m in chunk
-    ]
-    cost_model = cost_model_for(torch.cuda.get_device_name())
-    plan = plan_owners(tasks, group.size(), AnalyticCost(cost_model), policy=config.owner_policy)
-    prints = [None] * group.size()
-    dist.all_gather_object(prints, plan.fingerprint, group=group)
-    if len(set(prints)) > 1:
-        raise RuntimeError(
-            f"data-parallel ranks made different owner plans ({prints}): they run different "
-            "versions of dmuon-megatron, another model, or on different devices"
-        )
-    return Ownership(config, matrices, plan, cost_model)
-
-
-def cost_model_for(device_name: str) -> str:
-    """The analytic cost model that is nearest to a device, by the name torch gives it."""
-    name = device_name.upper()
-    for preset, marks in {
-        "B200": ("B200", "GB200", "B300"),
-        "H200": ("H200", "GH200"),
-        "H100": ("H100", "H800", "H20"),
-        "A800": ("A100", "A800"),
-        "CPU": ("CPU",),
-    }.items():
-        if any(mark in name for mark in marks):
-            return preset
-    return "H100"
+def _number_in_forward_order(model_chunks, buckets) -> dict[torch.nn.Parameter, int]:
+    """The bucket of each matrix, numbered by when the forward pass first needs one of them."""
+    position = {}
+    for chunk in model_chunks:
+        for param in chunk.parameters():
+            position.setdefault(param, len(position))
+    every = [b for chunk in buckets for of_buffer in chunk.values() for b in of_buffer]
+    every.sort(key=lambda bucket: min(position[p] for p in bucket))
+    return {param: number for number, bucket in enumerate(every) for param in bucket}

@@ -30,7 +30,6 @@ def print_report(model_chunks: Sequence[OwnerDataParallel], muon, rest: Sequence
     ownership = model_chunks[0].ownership
     plan = ownership.plan
     matrices = [m for chunk in ownership.matrices for m in chunk]
-    mean = sum(plan.loads) / len(plan.loads)  # of the predicted seconds per step
 
     table = Table(title=f"DMuon: {len(matrices)} matrices on {group.size()} owners")
     for heading in ("owner", "matrices", "blocks", "elements", "predicted ms", "state MiB"):
@@ -53,12 +52,19 @@ def print_report(model_chunks: Sequence[OwnerDataParallel], muon, rest: Sequence
     padding = sent - sum(m.param.numel() for m in matrices)
     largest = max((b for wave in muon.waves for b in wave.batches), key=len, default=[])
     settings = ownership.config
+    saved = 1 - plan.makespan / ownership.makespan_by_numel if ownership.makespan_by_numel else 0
     console.print(
-        f"DMuon: owners by {settings.owner_policy} on the analytic cost model "
-        f"{ownership.cost_model}, the slowest at {max(plan.loads) / mean:.3f} x the mean; padding "
-        f"on the wire: {padding:,} elements; Newton-Schulz workspace: at most "
+        f"DMuon: owners by {settings.owner_policy} from {ownership.cost}, in "
+        f"{plan.solve_seconds:.2f} s: slowest {_ms(plan.makespan)} ms, {plan.balance:.3f} x the "
+        f"mean, at most {100 * plan.gap:.2f} % above the optimum, {100 * saved:.0f} % less than "
+        f"balanced by size; {plan.segments} segments in {plan.buckets} buckets"
+    )
+    console.print(
+        f"DMuon: padding on the wire: {padding:,} elements; Newton-Schulz workspace: at most "
         f"{settings.workspace_mb:,} MiB, largest batch on rank 0: {len(largest)}"
     )
+    for note in plan.notes:
+        console.print(f"DMuon: {note}")
     console.print(_adam_line(model_chunks))
 
 

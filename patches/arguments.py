@@ -61,9 +61,25 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--dmuon-owner-policy",
         choices=get_args(OwnerPolicy),
         default=default.owner_policy,
-        help="How matrices are assigned to data-parallel ranks: lpt balances the modelled time of "
-        "their batched updates, numel their sizes, round-robin their number. Changes the step "
-        "time only.",
+        help="How matrices are assigned to data-parallel ranks: milp balances the time of their "
+        "batched updates as evenly as can be, lpt does so greedily, numel balances their sizes, "
+        "round-robin their number. Changes the step time only.",
+    )
+    group.add_argument(
+        "--dmuon-plan-budget",
+        type=float,
+        default=default.plan_budget,
+        metavar="SECONDS",
+        help="Longest time at start-up for finding a better plan than lpt's. Most models need less "
+        "than a second.",
+    )
+    group.add_argument(
+        "--dmuon-profile-budget",
+        type=float,
+        default=default.profile_budget,
+        metavar="SECONDS",
+        help="Longest time at start-up for timing Newton-Schulz on this device. Times are kept on "
+        "disk, so that later runs need none. 0 plans by a model of the device.",
     )
 
 

@@ -200,7 +200,7 @@ def _flags(settings):
 
     split = settings.get("muon_split_qkv", True)
     return train_dmuon(
-        LLAMA, steps=2, optimizer=settings, dmuon=DMuonConfig(split_qkv=split)
+        LLAMA, steps=2, optimizer=settings, dmuon=DMuonConfig(split_qkv=split, profile_budget=0)
     ).portable()
 
 
