@@ -17,6 +17,7 @@ from dmuon_megatron.orthogonalize import (
     ns_flops,
     orthogonalize,
     stats,
+    useful_batch,
     workspace_bytes,
 )
 
@@ -286,6 +287,19 @@ def test_workspace_bytes_is_what_one_batch_takes(method, dtype, input_dtype):
         assert workspace.nbytes == expected
 
 
+def test_useful_batch_is_what_runs_as_one():
+    assert useful_batch(512, 2048) == 1
+    assert useful_batch(512, 2048, device="cuda") is None
+    m, n = 64, 200
+    size = useful_batch(m, n, dtype=torch.bfloat16)
+    assert size > 1
+    largest = workspace_bytes(size, m, n, dtype=torch.bfloat16)
+    for batch in (size, 3 * size + 1):
+        workspace = Workspace()
+        orthogonalize(gaussian(batch, m, n), dtype=torch.bfloat16, workspace=workspace)
+        assert workspace.nbytes == largest
+
+
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("shape", [(8, 64), (64, 90), (64, 96), (200, 64), (390, 400), (400, 260)])
@@ -382,6 +396,7 @@ def test_scaled_fp16_gives_the_same(monkeypatch):
     x = gaussian(3, 48, 120)
     x[1] = gaussian(48, 1) @ gaussian(1, 120)  # the largest elements that X and X X^T can have
     x[2] = 1
+    before = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     for method in METHODS:
         for coefficients in ["quintic", "polar_express"]:
             arguments = dict(method=method, coefficients=coefficients, dtype=torch.float16)
@@ -391,6 +406,7 @@ def test_scaled_fp16_gives_the_same(monkeypatch):
             monkeypatch.undo()
             exact = orthogonalize(x.double(), method="standard", coefficients=coefficients)
             assert not torch.equal(plain, scaled)
+            assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction == before
             for i in range(3):
                 assert relative(scaled[i], exact[i]) < max(6e-3, 2 * relative(plain[i], exact[i]))
 

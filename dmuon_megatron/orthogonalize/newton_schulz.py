@@ -1,6 +1,8 @@
 """Orthogonalization by Newton-Schulz steps, in the standard and in the Gram form."""
 
+import contextlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -42,6 +44,7 @@ _CPU_PART_BYTES = 4 << 20
 # fp16 from this many rows on: off-diagonal elements come near fp16's subnormals (2.4 % error at
 # 8192 x 28672), so X and the m x m matrices are carried times a power of two. The largest m x m
 # element is Q's, the product of a over a segment (41 in any set, in three steps), times 512.
+# Partial sums are larger than that and must not be rounded to fp16.
 _FP16_SCALED_ROWS = 4096
 _FP16_SCALES = Scales(x=2.0**8, gram=2.0**9)
 
@@ -137,6 +140,27 @@ def workspace_bytes(
     return _Buffers(m, n, form, torch.empty(0, dtype=input_dtype)).nbytes(batch)
 
 
+def useful_batch(
+    m: int,
+    n: int,
+    *,
+    method: Method = "auto",
+    dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    steps: int = 5,
+) -> int | None:
+    """The largest batch of (m, n) matrices that runs as one; more only costs memory.
+
+    On a CPU 1 for large matrices, else what stays in the caches; on a GPU None, no limit.
+    """
+    product_dtype = compute_dtype(input_dtype, dtype)
+    form = choose_form(m, n, steps=steps, method=method, restarts=None, dtype=product_dtype)
+    if torch.device(device).type != "cpu":
+        return None
+    return _Buffers(m, n, form, torch.empty(0, dtype=input_dtype)).part(sys.maxsize, Workspace())
+
+
 class _Buffers:
     """What one part of a batch keeps in the workspace, beside the result ``target``.
 
@@ -206,13 +230,26 @@ def _run(
     peaks = normalize_into(stage.view(source.shape), source, scale=scales.x)
     if stage is not x:
         x.copy_(stage)
-    if form.gram:
-        gram(x, spare, small, rows, form.segments, scales)
-    else:
-        standard(x, spare, small, rows, scales)
+    with _wide_partial_sums() if scaled else contextlib.nullcontext():
+        if form.gram:
+            gram(x, spare, small, rows, form.segments, scales)
+        else:
+            standard(x, spare, small, rows, scales)
     if not buffers.target_is_x:
         target.copy_(spare if products % 2 else x)
     return peaks
+
+
+@contextlib.contextmanager
+def _wide_partial_sums():
+    """Keep cuBLAS from adding up the parts of an fp16 product in fp16."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction
+    settings.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        settings.allow_fp16_reduced_precision_reduction = before
 
 
 def _rows(
