@@ -4,6 +4,7 @@ Megatron agrees with the plain reference."""
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -95,6 +96,35 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks_and_no_process_left(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
     for file in tmp_path.iterdir():
         assert not _is_running(int(file.read_text()))
+
+
+def _wait_for_ever(folder):
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    dist.barrier()
+    while True:
+        time.sleep(1)
+
+
+def test_ranks_end_with_the_test_process_however_it_ends(tmp_path):
+    code = (
+        "import pathlib, tests.test_harness as test\n"
+        f"test.run_ranks(test._wait_for_ever, 2, pathlib.Path({str(tmp_path)!r}))\n"
+    )
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.DEVNULL)
+    _wait_until(lambda: len(list(tmp_path.iterdir())) == 2 or process.poll() is not None, 100)
+    process.kill()
+    process.wait()
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(pids) == 2
+    _wait_until(lambda: not any(map(_is_running, pids)), 20)
+
+
+def _wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
 
 
 def _is_running(pid):

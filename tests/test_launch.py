@@ -95,7 +95,7 @@ def test_a_megatron_beside_the_script_is_the_one_that_is_prepared(tmp_path):
         ([], "arguments are required: SCRIPT"),
         (["--cpu"], "arguments are required: SCRIPT"),
         (["--gpu", "script.py"], "unrecognized arguments"),
-        (["nowhere.py", "--lr", "1"], "there is no script nowhere.py"),
+        (["nowhere.py", "--help", "--cpu"], "there is no script nowhere.py"),
         ([__file__, "--optimizer", "dmuon"], "put --cpu before the script"),
         (["--cpu", __file__, "--distributed-backend", "nccl"], "--distributed-backend nccl does"),
         (

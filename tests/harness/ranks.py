@@ -273,6 +273,9 @@ def _collect(ranks, timeout):
 
 def _end_with_server(server: int) -> None:
     """Have the kernel kill this process with the server, which ends with the test process."""
+    # The server stays as long as anybody holds this pipe open.  The test process alone should.
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
+    multiprocessing.forkserver._forkserver._forkserver_alive_fd = None
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != server:
