@@ -166,7 +166,7 @@ def _write_many(directory, worker, flaky):
 
 @pytest.mark.parametrize("flaky", [False, True])
 def test_many_writers_leave_a_whole_file(tmp_path, flaky):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(target=_write_many, args=(tmp_path, worker, flaky)) for worker in range(8)
     ]

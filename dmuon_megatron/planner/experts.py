@@ -20,11 +20,18 @@ from dmuon_megatron.planner import start
 from dmuon_megatron.planner.bounds import simple_bound
 from dmuon_megatron.planner.expand import expand
 from dmuon_megatron.planner.memory import memory_caps
-from dmuon_megatron.planner.owners import CLOSE_ENOUGH, Choice, choose, make_plan
+from dmuon_megatron.planner.owners import CLOSE_ENOUGH, Choice, choose, guarded, make_plan
 from dmuon_megatron.planner.plan import OwnerPlan
 from dmuon_megatron.planner.problem import Problem
-from dmuon_megatron.planner.solver import Solver
+from dmuon_megatron.planner.search import lower_bound
+from dmuon_megatron.planner.solver import HighsSolver, Solver
 from dmuon_megatron.planner.task import MatrixTask, Worker, forward_order
+
+GROUP_PARTS = 500
+"""A group too far from the bound is planned again, to within one part in this many."""
+
+Share = tuple[int, ...]
+"""Matrices of each dense kind that a group has."""
 
 
 @dataclass(frozen=True)
@@ -109,53 +116,86 @@ def plan_with_experts(
     names = {task.name for task in experts}
     if names & {task.name for task in dense}:
         raise ValueError("a dense matrix and an expert matrix have the same name")
-    assignment = np.zeros((len(problem.kinds), ranks), dtype=np.int64)
-    known: dict[tuple[int, ...], tuple[Problem, Choice]] = {}
-    chosen = []
-    for index in range(ep):
-        share = tuple(shares[:, index].tolist())
-        if share not in known:
-            members = [
-                task
-                for kind, n in zip(problem.kinds, share, strict=True)
-                for task in kind.tasks[:n]
-            ]
-            joint = Problem([*members, *experts], (Worker(),) * size, cost, **limits, apart=names)
-            known[share] = joint, choose(joint, memory_caps(joint, memory_limit), cost, **search)
-        joint, choice = known[share]
-        chosen.append(choice)
-        assignment[:, list(expert_ranks(ranks, ep, index))] = _part(joint, choice, problem)
+    groups = [tuple(shares[:, index].tolist()) for index in range(ep)]
+    joint: dict[Share, Problem] = {}
+    chosen: dict[Share, Choice] = {}
+    for share in dict.fromkeys(groups):
+        members = [
+            task for kind, n in zip(problem.kinds, share, strict=True) for task in kind.tasks[:n]
+        ]
+        joint[share] = Problem(
+            [*members, *experts], (Worker(),) * size, cost, **limits, apart=names
+        )
+        caps = memory_caps(joint[share], memory_limit)
+        chosen[share] = choose(joint[share], caps, cost, **search)
 
-    caps = np.full(ranks, max(int(choice.caps.max()) for choice in chosen))
-    cap = None if memory_limit is None else int(caps[0])
-    method = "patterns" if any(c.method == "patterns" for c in chosen) else "lpt"
-    notes = tuple(dict.fromkeys(note for choice in chosen for note in choice.notes))
-    finish = {"policy": "milp", "memory_cap": cap, "seconds": 0.0}
-    dense_plan = make_plan(
-        problem,
-        Choice(assignment, simple_bound(problem), caps, method, notes),
-        expand(problem, dense, assignment, caps, waves),
-        **finish,
+    def makespan(share: Share) -> int:
+        return int(joint[share].loads(chosen[share].assignment).max())
+
+    slowest = max(map(makespan, chosen))
+    bound = _bound(dense, experts, ranks, ep, cost, slowest, memory_limit, limits, search)
+    for share in chosen:
+        if makespan(share) > bound + bound // CLOSE_ENOUGH:
+            caps = memory_caps(joint[share], memory_limit)
+            chosen[share] = choose(joint[share], caps, cost, **search, close_enough=GROUP_PARTS)
+
+    assignment = np.zeros((len(problem.kinds), ranks), dtype=np.int64)
+    for index, share in enumerate(groups):
+        mine = list(expert_ranks(ranks, ep, index))
+        assignment[:, mine] = _part(joint[share], chosen[share], problem)
+    caps = np.full(ranks, max(int(choice.caps.max()) for choice in chosen.values()))
+    finish = {
+        "policy": "milp",
+        "memory_cap": None if memory_limit is None else int(caps[0]),
+        "seconds": 0.0,
+    }
+    methods = {choice.method for choice in chosen.values()}
+    dense_choice = Choice(
+        assignment,
+        simple_bound(problem),
+        caps,
+        "patterns" if "patterns" in methods else "lpt",
+        tuple(dict.fromkeys(note for choice in chosen.values() for note in choice.notes)),
     )
-    plans: list[OwnerPlan] = []
-    for index, choice in enumerate(chosen):
+    expansion = expand(problem, dense, assignment, caps, waves)
+    dense_plan = make_plan(problem, dense_choice, expansion, **finish)
+    plans = []
+    for index, share in enumerate(groups):
         loads = [dense_plan.loads[rank] for rank in expert_ranks(ranks, ep, index)]
         own = Problem(experts, [Worker(load=load) for load in loads], cost, **limits)
-        joint, _ = known[tuple(shares[:, index].tolist())]
-        counts = _part(joint, choice, own)
-        own_choice = Choice(counts, choice.bound, choice.caps, choice.method, choice.notes)
-        expansion = expand(own, experts, counts, choice.caps, waves)
-        plans.append(make_plan(own, own_choice, expansion, **finish))
-
-    makespan = max((plan.makespan for plan in plans), default=0.0)
-    everywhere = [replace(t, name=f"{t.name}@{i}") for t in experts for i in range(ep)]
-    apart = {task.name for task in everywhere}
-    relaxed = Problem([*dense, *everywhere], (Worker(),) * ranks, cost, **limits, apart=apart)
-    bound = simple_bound(relaxed)
-    if makespan * 1e6 > bound * (1 + 1 / CLOSE_ENOUGH):
-        bound = choose(relaxed, memory_caps(relaxed, memory_limit), cost, **search).bound
+        choice = replace(chosen[share], assignment=_part(joint[share], chosen[share], own))
+        expansion = expand(own, experts, choice.assignment, choice.caps, waves)
+        plans.append(make_plan(own, choice, expansion, **finish))
     seconds = time.perf_counter() - began
     return ExpertPlan(replace(dense_plan, solve_seconds=seconds), tuple(plans), bound / 1e6)
+
+
+def _bound(
+    dense: list[MatrixTask],
+    experts: list[MatrixTask],
+    ranks: int,
+    ep: int,
+    cost: Cost,
+    makespan: int,
+    memory_limit: float | None,
+    limits: dict[str, int],
+    search: dict,
+) -> int:
+    """Microseconds that no plan can beat, were experts allowed on any rank.
+
+    The linear question is asked only if the simple bound is not near the makespan reached.
+    """
+    anywhere = [replace(t, name=f"{t.name}@{i}") for t in experts for i in range(ep)]
+    apart = {task.name for task in anywhere}
+    relaxed = Problem([*dense, *anywhere], (Worker(),) * ranks, cost, **limits, apart=apart)
+    bound = simple_bound(relaxed)
+    if makespan <= bound + bound // CLOSE_ENOUGH:
+        return bound
+    caps = memory_caps(relaxed, memory_limit)
+    solver = search["solver"] or HighsSolver()
+    return guarded(
+        lambda: lower_bound(relaxed, bound, makespan, caps, solver), bound, search["budget"]
+    )[0]
 
 
 def _dealt(
@@ -163,18 +203,21 @@ def _dealt(
 ) -> np.ndarray:
     """Matrices of each dense kind for each expert-parallel group, (kinds, ep).
 
-    Every group gets its whole part of each kind; what remains goes where the work is least.
+    Every group gets its whole part of each kind; what remains goes where the work is least, and
+    moves and swaps level the work further.
     """
     even = problem.counts // ep
     rest = [
         task for kind, n in zip(problem.kinds, even, strict=True) for task in kind.tasks[n * ep :]
     ]
     groups = Problem(rest, (Worker(),) * ep, cost, **limits)
-    extra = start.longest_first(groups, np.full(ep, sum(task.state_bytes for task in dense)))
+    unbounded = np.full(ep, sum(task.state_bytes for task in dense))
+    extra = start.longest_first(groups, unbounded)
     shares = np.repeat(even[:, None], ep, axis=1)
     for s, kind in enumerate(groups.kinds):
         shares[problem.kind_of[kind.tasks[0].name]] += extra[s]
-    return shares
+    everything = Problem(dense, (Worker(),) * ep, cost, **limits)
+    return start.local_search(everything, shares, unbounded)
 
 
 def _part(joint: Problem, choice: Choice, problem: Problem) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -130,13 +130,17 @@ def choose(
     policy: Policy,
     budget: float | None = None,
     solver: Solver | None = None,
+    close_enough: int = CLOSE_ENOUGH,
 ) -> Choice:
-    """Counts by the policies "milp", "lpt" and "numel"; arguments as for :func:`plan_owners`."""
+    """Counts by the policies "milp", "lpt" and "numel"; arguments as for :func:`plan_owners`.
+
+    `close_enough`: a first assignment within one part in this many of the bound is kept.
+    """
     bound = simple_bound(problem)
     if policy == "numel":
         return Choice(start.by_numel(problem), bound, caps, policy)
     assignment, caps, notes = _first_assignment(problem, caps)
-    if policy == "lpt" or _close_enough(problem, assignment, bound):
+    if policy == "lpt" or _close_enough(problem, assignment, bound, close_enough):
         return Choice(assignment, bound, caps, "lpt", notes)
     found, more = _search(problem, assignment, bound, caps, solver, budget)
     reached, before = (int(problem.loads(a).max()) for a in (found.assignment, assignment))
@@ -208,10 +212,10 @@ def _first_assignment(
     return start.local_search(problem, assignment, caps), caps, notes
 
 
-def _close_enough(problem: Problem, assignment: np.ndarray, bound: int) -> bool:
+def _close_enough(problem: Problem, assignment: np.ndarray, bound: int, parts: int) -> bool:
     """Whether a search could not gain anything worth it; small problems are solved to the end."""
     makespan = int(problem.loads(assignment).max())
-    slack = 0 if is_small(problem) else bound // CLOSE_ENOUGH
+    slack = 0 if is_small(problem) else bound // parts
     return makespan <= bound + slack
 
 
@@ -228,19 +232,32 @@ def _search(
     Returns:
         What was found, and notes for the user.
     """
-    solver = HighsSolver() if solver is None else solver
     deadline = None if budget is None else time.monotonic() + budget
+    solver = HighsSolver() if solver is None else solver
+    found, notes = guarded(
+        lambda: improve(problem, assignment, bound, caps, solver, deadline),
+        Found(assignment, bound),
+        budget,
+    )
+    if not found.explored:
+        notes += ("too many ways to fill a rank for the pattern search: owners by LPT",)
+    if not found.finished:
+        notes += (f"search ended by the budget of {budget:g} s",)
+    return found, notes
+
+
+def guarded[T](
+    function: Callable[[], T], otherwise: T, budget: float | None
+) -> tuple[T, tuple[str, ...]]:
+    """A function's result, or the other one and a note if the solver fails in it.
+
+    Warns:
+        PlannerWarning: The solver failed.
+    """
     patience = HANG_SECONDS if budget is None else budget + GRACE_SECONDS
     try:
-        found = run_apart(
-            lambda: improve(problem, assignment, bound, caps, solver, deadline), patience
-        )
+        return run_apart(function, patience), ()
     except SolverFault as fault:
         note = f"owners by LPT, since the solver failed: {fault}"
-        warnings.warn(note, PlannerWarning, stacklevel=4)
-        return Found(assignment, bound), (note,)
-    if not found.explored:
-        return found, ("too many ways to fill a rank for the pattern search: owners by LPT",)
-    if not found.finished:
-        return found, (f"search ended by the budget of {budget:g} s",)
-    return found, ()
+        warnings.warn(note, PlannerWarning, stacklevel=5)
+        return otherwise, (note,)

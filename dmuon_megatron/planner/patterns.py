@@ -27,8 +27,8 @@ MULTIPLIER_STEPS = 10
 MEMORY_CELLS = 512
 """Cells of memory in which partial patterns are merged."""
 
-PARTIAL = 20_000
-"""Most partial patterns that are kept."""
+EXTENSIONS = 2_000_000
+"""Most partial patterns times options of a group that are looked at in one step."""
 
 TRACED = 20
 """Most complete patterns that are checked against the exact limits."""
@@ -251,7 +251,8 @@ class SearchedPatterns:
 
         What the groups still to come can add is bounded by their table under the price of memory.
         Partial patterns in one cell of time and memory are merged into one with the least time and
-        bytes and the greatest value of them, which can only hide that there is none.
+        bytes and the greatest value of them, which can only hide that there is none. If there are
+        too many, the least valuable are dropped, and that there is none is no longer certain.
         """
         reduced = prices - multiplier * self._bytes
         tables = self._tables(reduced, time, memory, COARSE_CELLS, down=True)
@@ -264,6 +265,13 @@ class SearchedPatterns:
         for group, after in zip(self._groups, tables.values[1:], strict=True):
             last = int(np.searchsorted(group.time, time, side="right"))
             worth = group.counts[:last] @ prices[list(group.kinds)]
+            room = max(1, EXTENSIONS // last)
+            if len(used) > room:
+                complete = False
+                kept = np.sort(np.argsort(-value, kind="stable")[:room])
+                used, held, value = used[kept], held[kept], value[kept]
+                parent, option = origins[-1]
+                origins[-1] = parent[kept], option[kept]
             new_used = used[:, None] + group.time[:last]
             new_held = held[:, None] + group.memory[:last]
             new_value = value[:, None] + worth
@@ -279,11 +287,6 @@ class SearchedPatterns:
                 new_used[at], new_held[at], new_value[at], time, memory
             )
             parent, option = parent[chosen], option[chosen]
-            if len(used) > PARTIAL:
-                complete = False
-                kept = np.sort(np.argsort(-bound[parent, option], kind="stable")[:PARTIAL])
-                used, held, value = used[kept], held[kept], value[kept]
-                parent, option = parent[kept], option[kept]
             origins.append((parent, option))
         if value.max() <= threshold:
             return Priced(None, excluded=complete)

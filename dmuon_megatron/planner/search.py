@@ -9,6 +9,7 @@ deadline, if the caller sets one, stops the search between two questions and is 
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +56,42 @@ class Found:
     explored: bool = True
 
 
+def lower_bound(
+    problem: Problem, bound: int, makespan: int, caps: np.ndarray, solver: Solver
+) -> int:
+    """The best bound that the linear question gives.
+
+    Args:
+        bound: Known lower bound, microseconds.
+        makespan: A makespan that can be reached.
+        caps: Bytes each rank may own.
+        solver: Solver of the linear question.
+
+    Raises:
+        SolverFault: The solver failed.
+    """
+    groups = group_ranks(problem, caps)
+    patterns = make_patterns(problem, makespan - groups[0].base, int(caps.max()))
+    if patterns is None:
+        return bound
+    relaxation = Relaxation(problem, groups, patterns, solver)
+    return _bisected(relaxation, bound, makespan, lambda: False)
+
+
+def _bisected(relaxation: Relaxation, low: int, high: int, late: Callable[[], bool]) -> int:
+    """Least makespan between two that the linear question does not exclude, nearly."""
+    probe = low
+    while low < high and not late():
+        if relaxation.fractional(probe).excluded:
+            low = probe + 1
+        else:
+            high = probe
+        if high - low <= high // BISECTION_PRECISION:
+            break
+        probe = (low + high) // 2
+    return low
+
+
 def is_small(problem: Problem) -> bool:
     """Whether the search runs until the optimum is found."""
     return int(problem.counts.sum()) <= SMALL
@@ -91,18 +128,7 @@ def improve(
     def late() -> bool:
         return deadline is not None and time.monotonic() > deadline
 
-    low, high = bound, best_time
-    probe = low
-    while low < high and not late():
-        if relaxation.fractional(probe).excluded:
-            low = probe + 1
-        else:
-            high = probe
-        if high - low <= high // BISECTION_PRECISION:
-            break
-        probe = (low + high) // 2
-    bound = low
-
+    bound = _bisected(relaxation, bound, best_time, late)
     small = is_small(problem)
     low = bound
     probe = low + low // 1000
