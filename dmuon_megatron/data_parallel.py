@@ -127,6 +127,7 @@ def wrap_with_ddp(
     ddp_config.use_distributed_optimizer = True
     group = pg.dp_cp
     numel = sum(p.numel() for chunk in model_chunks for p in chunk.parameters())
+    given = ddp_config.bucket_size
     bucket_size = resolve_bucket_size(config, ddp_config, numel, group.size())
 
     matrices = find_matrices(model_chunks, split_qkv=config.split_qkv)
@@ -175,6 +176,7 @@ def wrap_with_ddp(
             layout = FullParamLayout(layouts)
             wrapped.append(OwnerDataParallel(ddp_config, chunk, layout, ownership, pg))
     torch.cuda.current_stream().wait_stream(stream)
+    ddp_config.bucket_size = given  # Megatron sets it to None where overlap is off
     return wrapped
 
 

@@ -71,7 +71,6 @@ class OwnedMatrix:
     Attributes:
         matrix: the model's parameter and its blocks.
         main: fp32 main weight, flat, all of the matrix.
-        momentum: fp32 momentum, flat.
         group: index of its parameter group.
         weight: its place in the param buffer, flat, in the model's dtype. In an fp32 model this is
             the main weight itself.
@@ -79,7 +78,6 @@ class OwnedMatrix:
 
     matrix: Matrix
     main: torch.Tensor
-    momentum: torch.Tensor
     group: int
     weight: torch.Tensor
 
@@ -182,10 +180,7 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
         for group, param, main in main_params(self):
             if main.numel() != param.numel():
                 raise RuntimeError(f"{matrices[param].name} is not whole on its owner")
-            momentum = self.optimizer.state[main]["momentum_buffer"]
-            owned.append(
-                OwnedMatrix(matrices[param], main, momentum, group, param.detach().view(-1))
-            )
+            owned.append(OwnedMatrix(matrices[param], main, group, param.detach().view(-1)))
         return owned
 
     def _group_members(self) -> list[set[int]]:
@@ -218,9 +213,9 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
     def _update(self, wave: Wave) -> None:
         """Update the main weights of a wave. Their gradients are consumed: they hold the update."""
         grads = [o.main.grad for o in wave.owned]
-        inputs = momentum_(
-            [o.momentum for o in wave.owned], grads, self.recipe.momentum, self.recipe.nesterov
-        )
+        # Looked up each time: Megatron puts other tensors there when it offloads and restores.
+        momenta = [self.optimizer.state[o.main]["momentum_buffer"] for o in wave.owned]
+        inputs = momentum_(momenta, grads, self.recipe.momentum, self.recipe.nesterov)
         inputs = self.exchange.gather(wave, inputs)
         for batch in wave.batches:
             orthogonalize_batch(batch, inputs, grads, self.recipe, self.workspace)

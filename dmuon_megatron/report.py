@@ -69,13 +69,11 @@ def print_report(model_chunks: Sequence[OwnerDataParallel], muon, rest: Sequence
 
 
 def state_bytes(muon, rest: Sequence) -> int:
-    """Bytes of main weights and optimizer state on this rank (Adam's is made at its first step)."""
-    total = sum(
-        t.numel() * t.element_size()
-        for o in muon.owned
-        for t in (o.main, o.momentum)
-        if t.data_ptr() != o.weight.data_ptr()
-    )
+    """Bytes of fp32 main weights, momentum and Adam's moments on this rank.
+
+    An fp32 model's weights are their own main weights; Adam makes its moments at its first step.
+    """
+    total = sum(4 * o.main.numel() * (1 + (o.weight.dtype != o.main.dtype)) for o in muon.owned)
     for optimizer in rest:
         for main in optimizer.get_parameters():
             total += 2 * 4 * main.numel()

@@ -120,8 +120,11 @@ def named(run: Run) -> list[tuple[str, torch.nn.Parameter]]:
 
 def momenta(run: Run) -> dict[str, torch.Tensor]:
     """Copies of this rank's momenta, by matrix name."""
+    state = run.optimizer.muon.optimizer.state
     return {
-        plain_name(o.matrix.name): o.momentum.view(o.matrix.param.shape).clone()
+        plain_name(o.matrix.name): state[o.main]["momentum_buffer"]
+        .view(o.matrix.param.shape)
+        .clone()
         for o in run.optimizer.muon.owned
     }
 
