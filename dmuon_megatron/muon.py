@@ -16,7 +16,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dmuon_megatron.orthogonalize import Workspace, orthogonalize, workspace_bytes
+from dmuon_megatron.orthogonalize import (
+    Workspace,
+    orthogonalize,
+    useful_batch,
+    workspace_bytes,
+)
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
@@ -109,14 +114,13 @@ class Problem(NamedTuple):
 
 
 def make_batches(
-    blocks: Sequence[Sequence[Block]], problem_bytes: Callable[[int, int], int], max_bytes: int
+    blocks: Sequence[Sequence[Block]], most: Callable[[int, int], int]
 ) -> list[list[Problem]]:
     """Group problems of one shape (a matrix and its transpose are one shape) into batches.
 
     Args:
         blocks: the blocks of every matrix.
-        problem_bytes: (m, n) -> bytes that one problem of a batch needs, m <= n.
-        max_bytes: bound for one batch. A single problem may exceed it.
+        most: (m, n) -> largest batch of such problems, m <= n.
 
     Returns:
         Batches, in the order in which their shapes first occur; every problem stands in one.
@@ -128,15 +132,21 @@ def make_batches(
             by_shape.setdefault(problem.short_side_first, []).append(problem)
     batches = []
     for (m, n), problems in by_shape.items():
-        size = max(1, max_bytes // problem_bytes(m, n))
+        size = most(m, n)
         batches += [problems[i : i + size] for i in range(0, len(problems), size)]
     return batches
 
 
-def bytes_per_problem(m: int, n: int, recipe: Recipe) -> int:
-    """Memory that one (m, n) problem of a batch needs, m <= n: its fp32 slot, the iteration's."""
-    scratch = workspace_bytes(1, m, n, method=recipe.method, dtype=recipe.dtype, steps=recipe.steps)
-    return 4 * m * n + scratch
+def batch_size(m: int, n: int, recipe: Recipe, max_bytes: int, device: torch.device) -> int:
+    """Largest batch of (m, n) problems, m <= n, that pays and fits: at least one.
+
+    Args:
+        max_bytes: bound on the stack in fp32 and the iteration's scratch memory.
+        device: where it runs. A CPU gains nothing from batches of large matrices.
+    """
+    form = {"method": recipe.method, "dtype": recipe.dtype, "steps": recipe.steps}
+    fitting = max(1, max_bytes // (4 * m * n + workspace_bytes(1, m, n, **form)))
+    return min(fitting, useful_batch(m, n, **form, device=device) or fitting)
 
 
 def momentum_(
@@ -176,28 +186,37 @@ def orthogonalize_batch(
         recipe: the update.
         workspace: scratch memory of the iteration, reused from batch to batch.
     """
-    m, n = batch[0].short_side_first
-    stack = torch.empty(len(batch), m, n, dtype=torch.float32, device=inputs[0].device)
-    for slot, (number, block) in zip(stack, batch, strict=True):
-        _lay(slot, block).copy_(block.view(inputs[number]))
+    number, block = batch[0]
+    alone = len(batch) == 1 and block.groups == 1  # rows of the matrix as they stand: no copies
+    if alone:
+        source, result = block.view(inputs[number])[0], block.view(outputs[number])[0]
+    else:
+        source = torch.empty(len(batch), *block.shape, device=inputs[0].device)
+        result = source
+        for slot, (number, block) in zip(source, batch, strict=True):
+            _lay(slot, block).copy_(block.view(inputs[number]))
     with _matmul_precision(recipe.precision):
         orthogonalize(
-            stack,
+            source,
             method=recipe.method,
             coefficients=recipe.coefficients,
             steps=recipe.steps,
             dtype=recipe.dtype,
-            out=stack,
+            out=result,
             workspace=workspace,
         )
-    for factor, (number, block) in zip(stack, batch, strict=True):
+    for factor, (number, block) in zip(result[None] if alone else result, batch, strict=True):
         scale = scale_factor(*block.shape, recipe.scale_mode) * recipe.extra_scale
         torch.mul(_lay(factor, block), scale, out=block.view(outputs[number]))
 
 
 @contextlib.contextmanager
 def _matmul_precision(precision: str):
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has chosen by torch.backends' newer settings, which then count
+        yield
+        return
     torch.set_float32_matmul_precision(precision)
     try:
         yield
@@ -206,9 +225,8 @@ def _matmul_precision(precision: str):
 
 
 def _lay(slot: Tensor, block: Block) -> Tensor:
-    """A stack's (m, n) slot, m <= n, seen with the block's own (groups, rows, cols) axes."""
-    rows, cols = block.shape
-    oriented = slot.mT if rows > cols else slot
+    """A slot of the block's shape or its transpose, seen with the axes of the block's view."""
+    oriented = slot if slot.shape == block.shape else slot.mT
     return oriented.unflatten(0, (block.groups, block.rows))
 
 

@@ -28,7 +28,7 @@ from dmuon_megatron.muon import (
     Problem,
     Recipe,
     apply_,
-    bytes_per_problem,
+    batch_size,
     make_batches,
     momentum_,
     orthogonalize_batch,
@@ -108,8 +108,7 @@ def make_wave(
     members = [o for o in owned if o.matrix.param in inside]
     batches = make_batches(
         [o.matrix.blocks for o in members],
-        lambda m, n: bytes_per_problem(m, n, recipe),
-        workspace_bytes,
+        lambda m, n: batch_size(m, n, recipe, workspace_bytes, members[0].main.device),
     )
     return Wave(list(bucket_groups), members, batches)
 

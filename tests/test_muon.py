@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from dmuon_megatron.muon import (
     Block,
+    Problem,
     Recipe,
     apply_,
-    bytes_per_problem,
+    batch_size,
     make_batches,
     momentum_,
     orthogonalize_batch,
@@ -31,18 +32,18 @@ shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
 @given(st.lists(st.lists(shapes, min_size=1, max_size=3), max_size=8), st.integers(1, 500))
 def test_every_block_is_in_one_batch_of_one_shape_within_the_memory(matrices, limit):
     blocks = [[Block(1, 0, *shape) for shape in matrix] for matrix in matrices]
-    batches = make_batches(blocks, lambda m, n: 4 * m * n, limit)
+    batches = make_batches(blocks, lambda m, n: max(1, limit // (m * n)))
     placed = [(p.matrix, p.block) for batch in batches for p in batch]
     expected = [(i, block) for i, matrix in enumerate(blocks) for block in matrix]
     assert sorted(placed, key=str) == sorted(expected, key=str)
     for batch in batches:
         (shape,) = {p.short_side_first for p in batch}
-        assert len(batch) == 1 or len(batch) * 4 * shape[0] * shape[1] <= limit
+        assert len(batch) == 1 or len(batch) * shape[0] * shape[1] <= limit
 
 
 def test_a_matrix_and_its_transpose_share_a_batch():
     blocks = [[Block(1, 0, 4, 6)], [Block(1, 0, 6, 4)], [Block(1, 0, 6, 6)]]
-    batches = make_batches(blocks, lambda m, n: 1, 100)
+    batches = make_batches(blocks, lambda m, n: 100)
     assert [[p.matrix for p in batch] for batch in batches] == [[0, 1], [2]]
 
 
@@ -62,7 +63,7 @@ def test_the_batch_writes_the_scaled_factor_of_each_block_and_nothing_else():
     tall = torch.randn(8, 6)
     first = Block(2, 0, 3, 8)
     whole = Block(1, 0, 8, 6)
-    (batch,) = make_batches([[first], [whole]], lambda m, n: 1, 100)
+    (batch,) = make_batches([[first], [whole]], lambda m, n: 100)
     outputs = [torch.full((2 * 6, 8), 7.0), torch.empty(8, 6)]
     orthogonalize_batch(batch, [fused, tall], outputs, recipe, Workspace())
     rows = torch.tensor([0, 1, 2, 6, 7, 8])
@@ -81,7 +82,7 @@ def test_the_matmul_precision_is_the_recipes_during_the_iteration_and_the_users_
         muon, "orthogonalize", lambda *_, **__: seen.append(torch.get_float32_matmul_precision())
     )
     before = torch.get_float32_matmul_precision()
-    (batch,) = make_batches([[Block(1, 0, 2, 2)]], lambda m, n: 1, 1)
+    (batch,) = make_batches([[Block(1, 0, 2, 2)]], lambda m, n: 1)
     x = torch.eye(2)
     orthogonalize_batch(batch, [x], [x.clone()], Recipe(precision="high"), Workspace())
     assert seen == ["high"]
@@ -107,6 +108,24 @@ def test_an_unknown_scale_mode_names_its_flag():
         scale_factor(1, 1, "cubic")
 
 
-def test_a_problems_memory_counts_its_slot_and_the_iterations():
+def test_a_batch_fits_the_memory_and_holds_at_least_one_problem():
     slot = 4 * 64 * 128
-    assert slot < bytes_per_problem(64, 128, Recipe()) < 6 * slot
+    cpu = torch.device("cpu")
+    assert 1 < batch_size(64, 128, Recipe(), 10 * slot, cpu) < 10
+    assert batch_size(64, 128, Recipe(), 1, cpu) == 1
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (8, 4)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_problem_alone_and_one_in_a_batch_get_the_same_factor(shape, in_place):
+    block, recipe = Block(1, 0, *shape), Recipe()
+    x = torch.randn(2, *shape)
+    expected = [orthogonalize(one) * 8**0.5 for one in x]
+    outputs = list(x) if in_place else list(torch.empty_like(x))
+    alone, together = ([[Problem(0, block)]], [[Problem(0, block), Problem(1, block)]])
+    for batches in (alone, together):
+        inputs = list(x.clone())
+        results = inputs if in_place else outputs
+        orthogonalize_batch(batches[0], inputs, results, recipe, Workspace())
+        for result, problem in zip(results, batches[0], strict=False):
+            torch.testing.assert_close(result, expected[problem.matrix])
