@@ -168,9 +168,9 @@ class Contender:
         flops = 0
         if self.name == "dmuon":
             for owned in self.optimizer.muon.owned:
+                where = {"dtype": self.optimizer.muon.recipe.dtype, "device": owned.main.device}
                 for block in owned.matrix.blocks:
-                    m, n = sorted(block.shape)
-                    flops += ns_flops(m, n, steps=STEPS)
+                    flops += ns_flops(*sorted(block.shape), steps=STEPS, **where)
         elif self.name == "megatron muon":
             for param in self.optimizer.get_parameters():
                 if param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", 0):
