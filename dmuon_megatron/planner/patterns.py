@@ -21,6 +21,9 @@ CELLS = 8192
 COARSE_CELLS = 2048
 """Cells of the time grid where memory has a price; the bound does not need more."""
 
+GRIDS = 8
+"""Grids that are kept."""
+
 MULTIPLIER_STEPS = 10
 """Bisections of the price of memory when the most valuable pattern breaks the memory limit."""
 
@@ -135,6 +138,7 @@ class SearchedPatterns:
         self._problem = problem
         self._groups = groups
         self._bytes = problem.state_bytes.astype(np.float64)
+        self._grids: dict[tuple, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
 
     @classmethod
     def of(cls, problem: Problem, time: int, memory: int) -> "SearchedPatterns | None":
@@ -193,22 +197,42 @@ class SearchedPatterns:
         values = [np.zeros(cells + 1)]
         options = []
         scratch = np.empty(cells + 1)
-        for group in reversed(self._groups):
-            last = int(np.searchsorted(group.time, time, side="right"))
-            worth = group.counts[:last] @ prices[list(group.kinds)]
-            worth[group.memory[:last] > memory] = -np.inf
-            scaled = group.time[:last] * cells
-            cell = scaled // time if down else -(-scaled // time)
-            front = _front(cell, worth)
+        grid = self._grid(time, memory, cells, down)
+        for group, (fitting, cell, starts) in zip(reversed(self._groups), grid, strict=True):
+            worth = group.counts[fitting] @ prices[list(group.kinds)]
+            rising = _front(worth, starts)
+            front = fitting[rising]
+            cell, worth = cell[rising], worth[rising]
             below = values[-1]
             best = below.copy()
-            for start, value in zip(cell[front].tolist(), worth[front].tolist(), strict=True):
+            for start, value in zip(cell.tolist(), worth.tolist(), strict=True):
                 reach = cells + 1 - start
                 np.add(below[:reach], value, out=scratch[:reach])
                 np.maximum(best[start:], scratch[:reach], out=best[start:])
             values.append(best)
-            options.append((front, cell[front], worth[front]))
+            options.append((front, cell, worth))
         return _Tables(values[::-1], options[::-1])
+
+    def _grid(
+        self, time: int, memory: int, cells: int, down: bool
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Of each group, the last first: options within the limits, their cells, where cells begin.
+
+        The prices change from call to call, the limits hardly: the last grids are kept.
+        """
+        key = time, memory, cells, down
+        if key not in self._grids:
+            if len(self._grids) >= GRIDS:
+                self._grids.clear()
+            grid = []
+            for group in reversed(self._groups):
+                last = int(np.searchsorted(group.time, time, side="right"))
+                fitting = np.flatnonzero(group.memory[:last] <= memory)
+                scaled = group.time[fitting] * cells
+                cell = scaled // time if down else -(-scaled // time)
+                grid.append((fitting, cell, np.flatnonzero(np.diff(cell, prepend=-1))))
+            self._grids[key] = grid
+        return self._grids[key]
 
     def _best(self, tables: "_Tables") -> np.ndarray:
         """Counts of the best combination."""
@@ -348,18 +372,17 @@ def _sharing(problem: Problem) -> list[list[int]]:
     return sorted(sorted(members) for _, members in groups)
 
 
-def _front(cell: np.ndarray, worth: np.ndarray) -> np.ndarray:
-    """Indices of the options that no option of the same or an earlier cell equals in worth.
+def _front(worth: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Indices of the options that are worth more than every one of the same or an earlier cell.
 
-    `cell` is ascending.
+    Options are in order of their cells; `starts` has the first of each cell.
     """
-    starts = np.flatnonzero(np.diff(cell, prepend=-1))
-    if not len(starts):
-        return starts
     best = np.maximum.reduceat(worth, starts)
-    before = np.concatenate(([-np.inf], np.maximum.accumulate(best)[:-1]))
-    rising = np.flatnonzero(best > before)
-    ends = np.append(starts[1:], len(cell))
+    highest = np.maximum.accumulate(best)
+    rising = np.flatnonzero(np.diff(highest, prepend=-np.inf) > 0)
+    if len(starts) == len(worth):
+        return rising
+    ends = np.append(starts[1:], len(worth))
     return np.array(
         [starts[i] + int(worth[starts[i] : ends[i]].argmax()) for i in rising], dtype=np.int64
     )
