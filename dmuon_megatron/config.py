@@ -21,6 +21,8 @@ class DMuonConfig:
         plan_budget: seconds that ``milp`` may search for better than its greedy start.
         profile_budget: seconds for timing Newton-Schulz on the device before planning, once per
             device and shape, since results are kept on disk; 0: a model of the device instead.
+        waves: in how many parts the matrices are updated and published. While a part is on its way
+            to the other ranks the next is computed.
         split_qkv: orthogonalize the Q, K and V rows of a fused QKV weight separately
             (``--muon-no-split-qkv`` turns it off).
         bucket_size: elements per communication bucket (``--ddp-bucket-size``); None: Megatron's
@@ -38,6 +40,7 @@ class DMuonConfig:
     owner_policy: OwnerPolicy = "milp"
     plan_budget: float = 20.0
     profile_budget: float = 20.0
+    waves: int = 4
     split_qkv: bool = True
     bucket_size: int | None = None
     num_buckets: int | None = None
@@ -66,10 +69,11 @@ class DMuonConfig:
             if value not in choices:
                 raise ValueError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
         for flag, value in (
+            ("--dmuon-waves", self.waves),
             ("--ddp-bucket-size", self.bucket_size),
             ("--ddp-num-buckets", self.num_buckets),
         ):
-            if value is not None and not _is_count(value):
+            if not (_is_count(value) or (value is None and flag != "--dmuon-waves")):
                 raise ValueError(f"{flag} must be a whole number, at least 1, got {value!r}")
 
     @classmethod

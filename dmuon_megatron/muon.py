@@ -9,7 +9,7 @@ The same update as Megatron's ``--optimizer muon`` (emerging-optimizers): for a 
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -106,35 +106,6 @@ class Problem(NamedTuple):
 
     matrix: int
     block: Block
-
-    @property
-    def short_side_first(self) -> tuple[int, int]:
-        rows, cols = self.block.shape
-        return min(rows, cols), max(rows, cols)
-
-
-def make_batches(
-    blocks: Sequence[Sequence[Block]], most: Callable[[int, int], int]
-) -> list[list[Problem]]:
-    """Group problems of one shape (a matrix and its transpose are one shape) into batches.
-
-    Args:
-        blocks: the blocks of every matrix.
-        most: (m, n) -> largest batch of such problems, m <= n.
-
-    Returns:
-        Batches, in the order in which their shapes first occur; every problem stands in one.
-    """
-    by_shape: dict[tuple[int, int], list[Problem]] = {}
-    for number, of_matrix in enumerate(blocks):
-        for block in of_matrix:
-            problem = Problem(number, block)
-            by_shape.setdefault(problem.short_side_first, []).append(problem)
-    batches = []
-    for (m, n), problems in by_shape.items():
-        size = most(m, n)
-        batches += [problems[i : i + size] for i in range(0, len(problems), size)]
-    return batches
 
 
 def batch_size(m: int, n: int, recipe: Recipe, max_bytes: int, device: torch.device) -> int:

@@ -3,7 +3,8 @@
 One step, after the backward pass has reduced the gradients to their owners:
 
     gradients of the owned matrices -> finite on all ranks? -> global norm, clip
-    per wave:  momentum -> gather inputs -> Newton-Schulz, in batches -> return results
+    momentum of all
+    per wave:  gather inputs -> Newton-Schulz, in batches -> give results back
                -> decay and update in fp32 -> cast into the param buffer -> publish, asynchronous
 
 ``DMuonChainedOptimizer`` drives it: the matrices here, everything else by Megatron's own
@@ -11,6 +12,7 @@ One step, after the backward pass has reduced the gradients to their owners:
 """
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +31,11 @@ from dmuon_megatron.muon import (
     Recipe,
     apply_,
     batch_size,
-    make_batches,
     momentum_,
     orthogonalize_batch,
 )
 from dmuon_megatron.orthogonalize import Workspace
+from dmuon_megatron.planner import OwnerPlan
 from dmuon_megatron.transport.bucket_group import OrderedBucketGroup, OwnerBucketGroup
 
 logger = logging.getLogger(__name__)
@@ -84,12 +86,14 @@ class OwnedMatrix:
 
 @dataclass(frozen=True)
 class Wave:
-    """Buckets that are updated together and then published.
+    """Buckets that are published together, once their matrices are updated.
 
     Attributes:
         bucket_groups: what to publish, in forward order. The same on every rank.
         owned: this rank's matrices in them.
-        batches: their Newton-Schulz problems; matrix numbers index ``owned``.
+        batches: Newton-Schulz problems to solve before them; matrix numbers count all that this
+            rank owns. A batch may hold problems of later waves: batches are as large as pays, and
+            run when the first of their problems is needed.
     """
 
     bucket_groups: list[OwnerBucketGroup]
@@ -97,20 +101,44 @@ class Wave:
     batches: list[list[Problem]]
 
 
-def make_wave(
+def make_waves(
+    plan: OwnerPlan,
+    count: int,
     bucket_groups: Sequence[OwnerBucketGroup],
     owned: Sequence[OwnedMatrix],
-    recipe: Recipe,
-    workspace_bytes: int,
-) -> Wave:
-    """The wave of these bucket groups, with this rank's problems in batches of one shape."""
-    inside = {param for group in bucket_groups for param in group.params}
-    members = [o for o in owned if o.matrix.param in inside]
-    batches = make_batches(
-        [o.matrix.blocks for o in members],
-        lambda m, n: batch_size(m, n, recipe, workspace_bytes, members[0].main.device),
-    )
-    return Wave(list(bucket_groups), members, batches)
+    rank: int,
+    most: Callable[[int, int], int],
+) -> list[Wave]:
+    """This rank's part of the plan, in at most ``count`` waves.
+
+    Args:
+        plan: owners, batches and waves. Batches and their order are the plan's, however many waves
+            are asked for: these change when weights are published, and nothing else.
+        count: most waves; neighbours among the plan's are joined.
+        bucket_groups: groups of the plan's buckets, in forward order.
+        owned: this rank's matrices.
+        rank: this rank among the owners.
+        most: (m, n) -> largest batch of such problems, m <= n.
+    """
+    number = {o.matrix.name: i for i, o in enumerate(owned)}
+    waves = []
+    bounds = [len(plan.waves) * i // count for i in range(count + 1)]
+    for first, last in itertools.pairwise(bounds):
+        if first == last:
+            continue
+        groups = [bucket_groups[bucket] for wave in plan.waves[first:last] for bucket in wave]
+        params = {param for group in groups for param in group.params}
+        batches = []
+        for batch in plan.batches[rank]:
+            if first <= batch.wave < last:
+                problems = [
+                    Problem(number[name], owned[number[name]].matrix.blocks[block])
+                    for name, block in batch.blocks
+                ]
+                size = most(batch.rows, batch.cols)
+                batches += [problems[i : i + size] for i in range(0, len(problems), size)]
+        waves.append(Wave(groups, [o for o in owned if o.matrix.param in params], batches))
+    return waves
 
 
 class StoredAtHome:
@@ -121,10 +149,11 @@ class StoredAtHome:
     """
 
     def gather(self, wave: Wave, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the problems of a wave's batches read, by matrix number."""
         return inputs
 
-    def give_back(self, wave: Wave, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        return results
+    def give_back(self, wave: Wave, results: list[torch.Tensor]) -> None:
+        """Bring the results of a wave's batches, by matrix number, to where they are stored."""
 
 
 class DMuonDistributedOptimizer(DistributedOptimizer):
@@ -152,8 +181,15 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
                 self.optimizer.state[main]["momentum_buffer"] = torch.zeros_like(main)
         self._members = self._group_members()
         self.owned = self._find_owned()
-        groups = bucket_groups_of(self.model_chunks, OwnerBucketGroup)
-        self.waves = [make_wave(groups, self.owned, recipe, workspace_bytes)]
+        ownership = self.model_chunks[0].ownership
+        self.waves = make_waves(
+            ownership.plan,
+            ownership.config.waves,
+            bucket_groups_of(self.model_chunks, OwnerBucketGroup),
+            self.owned,
+            self.data_parallel_group.rank(),
+            lambda m, n: batch_size(m, n, recipe, workspace_bytes, self.owned[0].main.device),
+        )
 
     @classmethod
     def _build_model_gbuf_range(cls, param_and_grad_buffer, bucket_index: int) -> dict:
@@ -198,9 +234,22 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
+        """Update the owned matrices wave by wave, publishing each wave before the next.
+
+        The fp32 gradients of the owned matrices are consumed: afterwards they hold the update.
+        """
+        grads = [o.main.grad for o in self.owned]
+        # Looked up each time: Megatron puts other tensors there when it offloads and restores.
+        momenta = [self.optimizer.state[o.main]["momentum_buffer"] for o in self.owned]
+        with timed(self.config, "optimizer-inner-step"):
+            inputs = momentum_(momenta, grads, self.recipe.momentum, self.recipe.nesterov)
         for wave in self.waves:
             with timed(self.config, "optimizer-inner-step"):
-                self._update(wave)
+                at_home = self.exchange.gather(wave, inputs)
+                for batch in wave.batches:
+                    orthogonalize_batch(batch, at_home, grads, self.recipe, self.workspace)
+                self.exchange.give_back(wave, grads)
+                self._apply(wave)
             with timed(self.config, "optimizer-copy-main-to-model-params"):
                 cast = [o for o in wave.owned if o.weight.dtype != o.main.dtype]
                 if cast:
@@ -209,23 +258,13 @@ class DMuonDistributedOptimizer(DistributedOptimizer):
                 group.publish()
         return True
 
-    def _update(self, wave: Wave) -> None:
-        """Update the main weights of a wave. Their gradients are consumed: they hold the update."""
-        grads = [o.main.grad for o in wave.owned]
-        # Looked up each time: Megatron puts other tensors there when it offloads and restores.
-        momenta = [self.optimizer.state[o.main]["momentum_buffer"] for o in wave.owned]
-        inputs = momentum_(momenta, grads, self.recipe.momentum, self.recipe.nesterov)
-        inputs = self.exchange.gather(wave, inputs)
-        for batch in wave.batches:
-            orthogonalize_batch(batch, inputs, grads, self.recipe, self.workspace)
-        updates = self.exchange.give_back(wave, grads)
+    def _apply(self, wave: Wave) -> None:
+        """Decay and update the main weights of a wave; the updates stand in their gradients."""
         for index, group in enumerate(self.param_groups):
-            pairs = [
-                (o.main, u) for o, u in zip(wave.owned, updates, strict=True) if o.group == index
-            ]
+            members = [o.main for o in wave.owned if o.group == index]
             apply_(
-                [main for main, _ in pairs],
-                [update for _, update in pairs],
+                members,
+                [main.grad for main in members],
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],
             )

@@ -85,7 +85,8 @@ def _plan_or_error(
     """The plan, the cost in words and the makespan by size; or what went wrong, for all ranks."""
     try:
         cost, words = _cost(config, tasks, device)
-        settings = {"workspace": config.workspace_mb * 2**20}
+        # Fewer waves are joined from these, so that their number changes no owner and no batch.
+        settings = {"workspace": config.workspace_mb * 2**20, "waves": max(4, config.waves)}
         plan = plan_owners(
             tasks,
             ranks,

@@ -66,6 +66,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "round-robin their number. Changes the step time only.",
     )
     group.add_argument(
+        "--dmuon-waves",
+        type=int,
+        default=default.waves,
+        help="In how many parts the matrices are updated and published. With "
+        "--overlap-param-gather a part is sent to the other ranks while the next is computed; each "
+        "costs a few kernel launches. Changes no result.",
+    )
+    group.add_argument(
         "--dmuon-plan-budget",
         type=float,
         default=default.plan_budget,

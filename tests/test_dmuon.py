@@ -106,6 +106,49 @@ def test_overlap_changes_no_bit(world_size):
     assert with_overlap.losses == without.losses
 
 
+def _waves(waves):
+    """A run, and in which order Newton-Schulz and publishing began in its last step."""
+    from dmuon_megatron import DMuonConfig, optimizer
+    from dmuon_megatron.transport import bucket_group
+
+    log = []
+
+    def logged(module, name, word):
+        original = getattr(module, name)
+        setattr(module, name, lambda *a, **k: log.append(word) or original(*a, **k))
+
+    logged(optimizer, "orthogonalize_batch", "compute")
+    logged(bucket_group, "publish_from_owners", "publish")
+    run = train_dmuon(
+        Tiny(layers=4),
+        steps=3,
+        dmuon=DMuonConfig(waves=waves, profile_budget=0),
+        before_step=lambda run: log.clear(),
+    )
+    parts = [
+        (len(wave.bucket_groups), len(wave.owned), sum(len(b) for b in wave.batches))
+        for wave in run.optimizer.muon.waves
+    ]
+    blocks = sum(len(o.matrix.blocks) for o in run.optimizer.muon.owned)
+    return run.portable(), log, parts, blocks
+
+
+def test_waves_change_when_weights_are_published_and_no_bit_of_them():
+    by_count = {waves: run_ranks(_waves, 2, waves) for waves in (1, 2, 4)}
+    one, *_ = by_count[1]
+    for waves, results in by_count.items():
+        for run, log, parts, blocks in results:
+            assert_same(run.weights, one[0].weights)
+            assert run.losses == one[0].losses
+            assert len(parts) == waves
+            assert sum(solved for _, _, solved in parts) == blocks
+            # The first weights leave before the last are computed, where there are waves.
+            last_computed = len(log) - 1 - log[::-1].index("compute")
+            assert (log.index("publish") < last_computed) == (waves > 1)
+    groups = [[g for g, _, _ in parts] for _, _, parts, _ in by_count[4]]
+    assert groups[0] == groups[1]  # the same on every rank
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_matrix_has_state_on_its_owner_only_and_every_block_runs_once_a_step(world_size):
     results = trained(world_size, num_microbatches=4)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dmuon_megatron.muon import (
     Block,
@@ -11,7 +9,6 @@ from dmuon_megatron.muon import (
     Recipe,
     apply_,
     batch_size,
-    make_batches,
     momentum_,
     orthogonalize_batch,
     scale_factor,
@@ -24,27 +21,6 @@ def test_a_block_takes_its_rows_from_every_group():
     block = Block(groups=2, start=1, rows=2, cols=3)
     assert block.shape == (4, 3)
     assert block.view(matrix.view(-1))[..., 0].tolist() == [[1, 2], [7, 8]]
-
-
-shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
-
-
-@given(st.lists(st.lists(shapes, min_size=1, max_size=3), max_size=8), st.integers(1, 500))
-def test_every_block_is_in_one_batch_of_one_shape_within_the_memory(matrices, limit):
-    blocks = [[Block(1, 0, *shape) for shape in matrix] for matrix in matrices]
-    batches = make_batches(blocks, lambda m, n: max(1, limit // (m * n)))
-    placed = [(p.matrix, p.block) for batch in batches for p in batch]
-    expected = [(i, block) for i, matrix in enumerate(blocks) for block in matrix]
-    assert sorted(placed, key=str) == sorted(expected, key=str)
-    for batch in batches:
-        (shape,) = {p.short_side_first for p in batch}
-        assert len(batch) == 1 or len(batch) * shape[0] * shape[1] <= limit
-
-
-def test_a_matrix_and_its_transpose_share_a_batch():
-    blocks = [[Block(1, 0, 4, 6)], [Block(1, 0, 6, 4)], [Block(1, 0, 6, 6)]]
-    batches = make_batches(blocks, lambda m, n: 100)
-    assert [[p.matrix for p in batch] for batch in batches] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -63,7 +39,7 @@ def test_the_batch_writes_the_scaled_factor_of_each_block_and_nothing_else():
     tall = torch.randn(8, 6)
     first = Block(2, 0, 3, 8)
     whole = Block(1, 0, 8, 6)
-    (batch,) = make_batches([[first], [whole]], lambda m, n: 100)
+    batch = [Problem(0, first), Problem(1, whole)]
     outputs = [torch.full((2 * 6, 8), 7.0), torch.empty(8, 6)]
     orthogonalize_batch(batch, [fused, tall], outputs, recipe, Workspace())
     rows = torch.tensor([0, 1, 2, 6, 7, 8])
@@ -82,9 +58,10 @@ def test_the_matmul_precision_is_the_recipes_during_the_iteration_and_the_users_
         muon, "orthogonalize", lambda *_, **__: seen.append(torch.get_float32_matmul_precision())
     )
     before = torch.get_float32_matmul_precision()
-    (batch,) = make_batches([[Block(1, 0, 2, 2)]], lambda m, n: 1)
     x = torch.eye(2)
-    orthogonalize_batch(batch, [x], [x.clone()], Recipe(precision="high"), Workspace())
+    orthogonalize_batch(
+        [Problem(0, Block(1, 0, 2, 2))], [x], [x.clone()], Recipe(precision="high"), Workspace()
+    )
     assert seen == ["high"]
     assert torch.get_float32_matmul_precision() == before
 
