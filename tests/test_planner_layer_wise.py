@@ -1,6 +1,5 @@
 """Megatron's layout, written from its rules, against Megatron's own function."""
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ from dmuon_megatron.planner import MatrixTask
 from dmuon_megatron.planner.baselines import megatron_layout, simple_policies
 from dmuon_megatron.planner.catalogue import find_model
 from dmuon_megatron.planner.layer_wise import default_bucket_size, layer_wise_layout
+from tests.harness.ranks import run_ranks
 
 H100 = AnalyticCost("H100")
 
@@ -26,31 +26,40 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("high_busbw", [False, True])
-@pytest.mark.parametrize("numels, ranks, bucket_size", CASES)
-def test_the_layout_is_megatrons(numels, ranks, bucket_size, high_busbw):
-    torch = pytest.importorskip("torch")
-    if find_spec("megatron") is None:
-        pytest.skip("needs megatron-core")
-    from dmuon_megatron import emulation
-
-    emulation.install()
+def _megatrons_layouts():
+    """Megatron's own layout of every case: per parameter (start, end, bucket), and the buckets."""
+    import torch
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-    params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in numels]
-    config = SimpleNamespace(pad_buckets_for_high_nccl_busbw=high_busbw)
-    theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
-        params, bucket_size, ranks, config
-    )
-    ours = layer_wise_layout(numels, ranks, bucket_size, pad_for_high_busbw=high_busbw)
-    assert len(ours.buckets) == len(theirs.bucket_indices)
-    elements = theirs.bucket_indices[-1][1] if numels else 0
-    assert (ours.elements, ours.padding) == (elements, elements - sum(numels))
-    for i, param in enumerate(params):
-        start, _, bucket = theirs.param_index_map[param]
-        first, last = theirs.bucket_indices[bucket]
-        assert i in ours.buckets[bucket]
-        assert ours.owner[i] == (start - first) // ((last - first) // ranks)
+    found = {}
+    for number, (numels, ranks, bucket_size) in enumerate(CASES):
+        params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in numels]
+        for high_busbw in (False, True):
+            layout = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+                params,
+                bucket_size,
+                ranks,
+                SimpleNamespace(pad_buckets_for_high_nccl_busbw=high_busbw),
+            )
+            found[number, high_busbw] = (
+                [layout.param_index_map[param] for param in params],
+                layout.bucket_indices,
+            )
+    return found
+
+
+def test_the_layout_is_megatrons():
+    (layouts,) = run_ranks(_megatrons_layouts, 1)
+    for (number, high_busbw), (spans, buckets) in layouts.items():
+        numels, ranks, bucket_size = CASES[number]
+        ours = layer_wise_layout(numels, ranks, bucket_size, pad_for_high_busbw=high_busbw)
+        assert len(ours.buckets) == len(buckets)
+        elements = buckets[-1][1] if numels else 0
+        assert (ours.elements, ours.padding) == (elements, elements - sum(numels))
+        for i, (start, _, bucket) in enumerate(spans):
+            first, last = buckets[bucket]
+            assert i in ours.buckets[bucket]
+            assert ours.owner[i] == (start - first) // ((last - first) // ranks)
 
 
 def test_megatrons_times_and_padding_are_the_known_ones():
