@@ -162,7 +162,7 @@ def orthogonalize_batch(
     if alone:
         source, result = block.view(inputs[number])[0], block.view(outputs[number])[0]
     else:
-        source = torch.empty(len(batch), *block.shape, device=inputs[0].device)
+        source = torch.empty(len(batch), *block.shape, dtype=torch.float32, device=inputs[0].device)
         result = source
         for slot, (number, block) in zip(source, batch, strict=True):
             _lay(slot, block).copy_(block.view(inputs[number]))

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from dmuon_megatron.cli import main
-from dmuon_megatron.planner.shapes import read_shapes
+from dmuon_megatron.planner.shapes import read_checkpoint, read_shapes
+from tests.harness.ranks import run_ranks
+from tests.harness.types import Tiny
 
 
 def run(capsys, *arguments):
@@ -145,3 +147,36 @@ def test_wrong_arguments_get_one_line_that_names_them(capsys, arguments, message
     assert status == 2
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def _saved(folder, tiny):
+    """Saves the tiny model's weights as Megatron does; returns the shapes that Muon updates."""
+    from megatron.core import dist_checkpointing
+
+    from dmuon_megatron.matrices import find_matrices
+    from tests.harness.tiny import build_model, start_megatron
+
+    start_megatron()
+    model = build_model(tiny)
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+    (matrices,) = find_matrices([model], split_qkv=False)
+    return sorted((m.rows, m.cols) for m in matrices)
+
+
+@pytest.mark.parametrize("tiny", [Tiny(), Tiny(layers=1, experts=4, shared_expert=True)])
+def test_shapes_come_from_a_checkpoint_of_megatrons(capsys, tmp_path, tiny):
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    (expected,) = run_ranks(_saved, 1, folder, tiny)
+    for path in (tmp_path, folder):
+        tasks = read_checkpoint(path)
+        assert sorted((task.rows, task.cols) for task in tasks) == expected
+        assert {task.bucket for task in tasks} == set(range(tiny.layers))
+    status, out, _ = run(capsys, "--checkpoint", tmp_path, "--dp", 2, "--json")
+    assert status == 0 and len(json.loads(out)[0]["owner"]) == len(expected)
+
+
+def test_what_is_no_checkpoint_is_named(capsys, tmp_path):
+    status, _, err = run(capsys, "--checkpoint", tmp_path, "--dp", 2)
+    assert status == 2 and f"--checkpoint {tmp_path}" in err

@@ -17,7 +17,7 @@ from dmuon_megatron.planner.catalogue import CATALOGUE, find_model
 from dmuon_megatron.planner.compare import Stage, StagePlan, plan_stage
 from dmuon_megatron.planner.experts import ExpertPlan
 from dmuon_megatron.planner.report import milliseconds, size
-from dmuon_megatron.planner.shapes import read_shapes
+from dmuon_megatron.planner.shapes import read_checkpoint, read_shapes
 
 DESCRIPTION = """\
 Plans owners without GPUs and without Megatron: which data-parallel rank stores and updates which
@@ -37,6 +37,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     source.add_argument("--model", metavar="NAME", help=f"one of {', '.join(CATALOGUE)}")
     source.add_argument(
         "--shapes", metavar="FILE", help="a file with lines name, rows, cols, count; or *.json"
+    )
+    source.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint of Megatron's (torch_dist), of which only the tensors' shapes are read",
     )
     parser.add_argument("--dp", type=int, required=True, help="data-parallel size")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
@@ -144,10 +149,14 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
     Raises:
         ValueError: The model is unknown, the file is wrong, or a size does not divide.
     """
-    if options.shapes:
-        if (options.tp, options.pp, options.ep) != (1, 1, 1):
-            raise ValueError("--shapes lists one rank's matrices: --tp, --pp, --ep must be 1")
-        return [Stage(Path(options.shapes).name, read_shapes(options.shapes))]
+    for flag, path, read in (
+        ("--shapes", options.shapes, read_shapes),
+        ("--checkpoint", options.checkpoint, read_checkpoint),
+    ):
+        if path:
+            if (options.tp, options.pp, options.ep) != (1, 1, 1):
+                raise ValueError(f"{flag} is planned as one stage: --tp, --pp, --ep must be 1")
+            return [Stage(Path(path).name, read(path))]
     model = find_model(options.model)
     split = not options.no_split
     home = options.tp_mode == "home"
