@@ -178,7 +178,10 @@ def orthogonalize_batch(
         )
     for factor, (number, block) in zip(result[None] if alone else result, batch, strict=True):
         scale = scale_factor(*block.shape, recipe.scale_mode) * recipe.extra_scale
-        torch.mul(_lay(factor, block), scale, out=block.view(outputs[number]))
+        if alone:
+            factor.mul_(scale)
+        else:
+            torch.mul(_lay(factor, block), scale, out=block.view(outputs[number]))
 
 
 @contextlib.contextmanager
