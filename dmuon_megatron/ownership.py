@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon_megatron.config import DMuonConfig
-from dmuon_megatron.cost import AnalyticCost, Cost, MeasuredCost, measurements
+from dmuon_megatron.cost import AnalyticCost, Cost, MeasuredCost, measurements, nearest_preset
 from dmuon_megatron.matrices import Matrix
 from dmuon_megatron.planner import MatrixTask, OwnerPlan, plan_owners
 
@@ -107,9 +107,8 @@ def _cost(
 ) -> tuple[Cost, str]:
     """Times of Newton-Schulz batches, measured if there is a budget, and in words what they are."""
     if not config.profile_budget:
-        name = cost_model_for(
-            torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        )
+        cuda = device.type == "cuda"
+        name = nearest_preset(torch.cuda.get_device_name(device) if cuda else "CPU")
         return AnalyticCost(name, steps=config.ns_steps), f"the analytic cost model {name}"
     cost = MeasuredCost(
         device,
@@ -128,18 +127,3 @@ def _cost(
 
 def _digest(config: DMuonConfig, tasks: Sequence[MatrixTask]) -> str:
     return hashlib.sha256(repr((config, tasks)).encode()).hexdigest()[:16]
-
-
-def cost_model_for(device_name: str) -> str:
-    """The analytic cost model that is nearest to a device, by the name torch gives it."""
-    name = device_name.upper()
-    for preset, marks in {
-        "B200": ("B200", "GB200", "B300"),
-        "H200": ("H200", "GH200"),
-        "H100": ("H100", "H800", "H20"),
-        "A800": ("A100", "A800"),
-        "CPU": ("CPU",),
-    }.items():
-        if any(mark in name for mark in marks):
-            return preset
-    return "H100"

@@ -50,6 +50,28 @@ def default_directory() -> Path:
     return Path(platformdirs.user_cache_dir("dmuon-megatron", appauthor=False))
 
 
+@contextlib.contextmanager
+def locked(path: str | Path, seconds: float) -> Iterator[None]:
+    """Holds off other processes that ask for the same lock file.
+
+    After `seconds`, or where locks do not work, it goes on without: what is done under it must be
+    right without it, too.
+    """
+    import filelock
+
+    lock = filelock.FileLock(path, timeout=seconds)
+    try:
+        lock.acquire()
+    except (OSError, filelock.Timeout, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.release()
+
+
 class Store:
     """Entries by key, kept between runs.
 
@@ -112,7 +134,7 @@ class Store:
         _text(dict(entries))
         try:
             _persistently(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-            with self._lock(path):
+            with locked(f"{path}.lock", LOCK_SECONDS):
                 merged = self.load(kind, key) | dict(entries)
                 content = {"version": VERSION, "key": dict(key), "entries": merged}
                 content["checksum"] = _checksum(merged)
@@ -123,23 +145,6 @@ class Store:
             )
             return self.load(kind, key) | dict(entries)
         return merged
-
-    @contextlib.contextmanager
-    def _lock(self, path: Path) -> Iterator[None]:
-        """Holds other writers of the file off; without them if locks do not work here."""
-        import filelock
-
-        lock = filelock.FileLock(f"{path}.lock", timeout=LOCK_SECONDS)
-        try:
-            lock.acquire()
-        except (OSError, filelock.Timeout, NotImplementedError):
-            yield
-            return
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                lock.release()
 
     def _say(self, topic: str, message: str) -> None:
         """Warns once about each topic."""

@@ -5,7 +5,13 @@ import sys
 
 import pytest
 
-from dmuon_megatron.cost import DEVICES, AnalyticCost, BatchTable, batch_microseconds
+from dmuon_megatron.cost import (
+    DEVICES,
+    AnalyticCost,
+    BatchTable,
+    batch_microseconds,
+    nearest_preset,
+)
 
 
 def test_every_preset_gives_times_that_grow_with_the_work():
@@ -107,3 +113,20 @@ def test_cost_and_planner_import_neither_torch_nor_megatron():
         "bad = {'torch', 'megatron'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H20", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A800"),
+        ("NVIDIA GB200", "B200"),
+        ("cpu", "CPU"),
+        ("Something New", "H100"),
+    ],
+)
+def test_a_device_gets_the_preset_nearest_to_its_name(name, preset):
+    assert nearest_preset(name) == preset

@@ -7,7 +7,7 @@ Newton-Schulz over `batch` matrices of one shape. Nothing here imports torch at 
 
 from typing import TYPE_CHECKING
 
-from dmuon_megatron.cost.analytic import DEVICES, AnalyticCost, Device
+from dmuon_megatron.cost.analytic import DEVICES, AnalyticCost, Device, nearest_preset
 from dmuon_megatron.cost.batches import BatchTable, Cost, batch_microseconds, workspace_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "MeasuredCost",
     "batch_microseconds",
     "measurements",
+    "nearest_preset",
     "workspace_bytes",
 ]
 

@@ -48,6 +48,25 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
+# What the names of devices contain, the longer marks first where one holds another.
+_MARKS = {
+    "B200": ("B200", "B300"),
+    "H200": ("H200", "GH200"),
+    "H100": ("H100", "H800", "H20"),
+    "A800": ("A100", "A800"),
+    "CPU": ("CPU",),
+}
+
+
+def nearest_preset(device_name: str) -> str:
+    """The preset nearest to a device, by the name that torch gives it; "H100" if none is near."""
+    name = device_name.upper()
+    for preset, marks in _MARKS.items():
+        if any(mark in name for mark in marks):
+            return preset
+    return "H100"
+
+
 @dataclass(frozen=True)
 class AnalyticCost:
     """Newton-Schulz time modelled from a device's GEMM rate, bandwidth and launch time.

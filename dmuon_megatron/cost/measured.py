@@ -8,16 +8,16 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dmuon_megatron.cost.analytic import DEVICES, AnalyticCost
+from dmuon_megatron.cost.analytic import AnalyticCost, nearest_preset
 from dmuon_megatron.cost.batches import MAX_BATCH, WORKSPACE_BYTES, workspace_bytes
-from dmuon_megatron.store import Store
+from dmuon_megatron.store import Store, locked
 
 Request = tuple[int, int, int]
 """Short side, long side and batch of one measurement."""
@@ -105,7 +105,8 @@ class MeasuredCost:
         }
         self._store = Store() if store is None else store
         self._run = run or _orthogonalizer(method, dtype, steps)
-        self._base = AnalyticCost(_preset(self.key["device"], self.device), steps=steps)
+        name = "CPU" if self.device.type == "cpu" else self.key["device"]
+        self._base = AnalyticCost(nearest_preset(name), steps=steps)
         self._times: dict[Request, int] = {}
         self.merge(self._stored())
 
@@ -252,13 +253,6 @@ def _orthogonalizer(
     return lambda x: orthogonalize(x, method=method, dtype=dtype, steps=steps)
 
 
-def _preset(name: str, device: torch.device) -> str:
-    """Analytic preset nearest to a device; any will do, since measurements calibrate it."""
-    if device.type == "cpu":
-        return "CPU"
-    return next((preset for preset in DEVICES if preset in name), "H100")
-
-
 def _cpu_name() -> str:
     """Model name of the processor."""
     with contextlib.suppress(OSError):
@@ -293,26 +287,13 @@ def _cuda_seconds(run: Callable[[torch.Tensor], Any], x: torch.Tensor) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-@contextlib.contextmanager
-def _device_lock(key: Mapping[str, Any], device: torch.device, seconds: float) -> Iterator[None]:
-    """Holds off other processes of this machine that would time on the same device.
-
-    After `seconds`, or where locks do not work, it goes on without.
-    """
-    import filelock
-
+def _device_lock(
+    key: Mapping[str, Any], device: torch.device, seconds: float
+) -> contextlib.AbstractContextManager[None]:
+    """Holds off other processes of this machine that would time on the same device."""
     identity = dict(key)
     if device.type == "cuda":
         identity["uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"dmuon-measure-{os.getuid()}-{digest}.lock"
-    lock = filelock.FileLock(path, timeout=seconds)
-    try:
-        lock.acquire()
-    except (OSError, filelock.Timeout, NotImplementedError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
+    return locked(path, seconds)
