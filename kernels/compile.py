@@ -6,6 +6,7 @@ compiled anew, and the target, which is why the target is always spelled out her
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
@@ -17,13 +18,14 @@ from pathlib import Path
 import tilelang
 from tilelang import tvm
 
-from dmuon_megatron.kernels import multiply, symmetric
+from dmuon_megatron.kernels import config, multiply, symmetric
 from dmuon_megatron.kernels.config import Config, Op, Spec
 
 MODULES = {"symmetric": symmetric, "multiply": multiply}
 
 # TileLang's compilation is not safe in several threads (tile-ai/tilelang#1935).
 _lock = threading.Lock()
+_directory: Path | None = None
 
 
 def configs(op: Op, arch: str) -> tuple[Config, ...]:
@@ -31,15 +33,23 @@ def configs(op: Op, arch: str) -> tuple[Config, ...]:
     return MODULES[op].CONFIGS[arch]
 
 
-def use_cache(directory: str | os.PathLike[str]) -> None:
-    """Keeps compiled kernels below ``directory``, unless TILELANG_CACHE_DIR says where."""
-    if "TILELANG_CACHE_DIR" not in os.environ:
-        tilelang.env.TILELANG_CACHE_DIR = str(directory)
+def use_cache(directory: str | os.PathLike[str] | None) -> None:
+    """Keeps compiled kernels below ``directory``; None: in TileLang's own cache."""
+    global _directory
+    _directory = None if directory is None else Path(directory)
 
 
-def cache_directory() -> Path:
-    """Where TileLang keeps compiled kernels."""
-    return Path(tilelang.env.TILELANG_CACHE_DIR)
+def binary_directory(spec: Spec) -> Path | None:
+    """Where a kernel's files are, by the kernels' sources; None: in TileLang's own cache."""
+    return None if _directory is None else _directory / source_digest() / spec.name
+
+
+@cache
+def source_digest() -> str:
+    """Changes when the kernels do."""
+    files = [Path(module.__file__) for module in (*MODULES.values(), config)]
+    content = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(tilelang.__version__.encode() + content).hexdigest()[:12]
 
 
 @cache
@@ -64,7 +74,7 @@ def load(spec: Spec) -> Callable[..., None]:
         arguments = dict(target=cuda_target(spec.arch), execution_backend="tvm_ffi")
         context = contextlib.nullcontext()
     try:
-        with _lock, _quiet(), context:
+        with _lock, _quiet(), _cache_of(spec), context:
             return tilelang.compile(program, **arguments)
     except Exception as error:  # TileLang raises whatever its parts raise
         raise RuntimeError(f"kernel {spec.name} cannot be compiled: {error}") from error
@@ -88,6 +98,18 @@ def cuda_source(spec: Spec) -> tuple[str, int]:
         if "dyn_shared" in name
     ]
     return artifact.kernel_source, max(shared, default=0)
+
+
+@contextlib.contextmanager
+def _cache_of(spec: Spec):
+    """Has TileLang keep the kernel's files by themselves, so that they can be sent to others."""
+    chosen, before = binary_directory(spec), tilelang.env.TILELANG_CACHE_DIR
+    if chosen is not None:
+        tilelang.env.TILELANG_CACHE_DIR = str(chosen)
+    try:
+        yield
+    finally:
+        tilelang.env.TILELANG_CACHE_DIR = before
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dmuon_megatron.orthogonalize.backend import multiply_add, symmetric_multiply_add
 from dmuon_megatron.orthogonalize.coefficients import Triple
-from dmuon_megatron.orthogonalize.products import multiply_add, symmetric_multiply_add
 
 
 class Scales(NamedTuple):

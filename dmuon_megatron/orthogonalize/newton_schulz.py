@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dmuon_megatron.orthogonalize.backend import Backend, using
 from dmuon_megatron.orthogonalize.coefficients import (
     CoefficientSet,
     Triple,
@@ -61,6 +62,7 @@ def orthogonalize(
     out: Tensor | None = None,
     workspace: Workspace | None = None,
     finite: Tensor | None = None,
+    backend: str | Backend = "auto",
 ) -> Tensor:
     """The nearly orthogonal factor U f(S) V^T of every matrix x = U S V^T, f(S) about 1.
 
@@ -78,6 +80,8 @@ def orthogonalize(
         out: same shape, dtype and device as x; may be x itself, else must not overlap it.
         workspace: scratch memory to reuse, whose max_bytes splits the batch.
         finite: bool, shape (...): set to whether the matrix was finite, without waiting for it.
+        backend: who multiplies: "torch", "auto" (verified kernels where there are, else torch),
+            the name of the verified backend, or a backend.
 
     Returns:
         ``out`` or a new contiguous tensor of x's shape and dtype. A zero matrix stays zero; a
@@ -109,10 +113,11 @@ def orthogonalize(
         target = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
     buffers = _Buffers(m, n, form, target)
     part = buffers.part(count, workspace)
-    peaks = [
-        _run(source, into, rows, form, buffers, workspace)
-        for source, into in zip(batch.split(part), target.split(part), strict=True)
-    ]
+    with using(backend):
+        peaks = [
+            _run(source, into, rows, form, buffers, workspace)
+            for source, into in zip(batch.split(part), target.split(part), strict=True)
+        ]
     if not direct:
         result.copy_(target.view(x.shape))
     if finite is not None:
