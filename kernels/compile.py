@@ -44,6 +44,12 @@ def binary_directory(spec: Spec) -> Path | None:
     return None if _directory is None else _directory / source_digest() / spec.name
 
 
+def is_built(spec: Spec) -> bool:
+    """Whether a compiled kernel is in the directory of ``use_cache``."""
+    folder = binary_directory(spec)
+    return folder is not None and any(folder.rglob("manifest.json"))
+
+
 @cache
 def source_digest() -> str:
     """Changes when the kernels do."""
