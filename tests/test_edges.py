@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dmuon_megatron.muon import Block, Problem, Recipe, orthogonalize_batch
 from dmuon_megatron.orthogonalize import Workspace, orthogonalize
+from tests.harness.compare import assert_same
+from tests.harness.ranks import run_ranks
+from tests.harness.types import Tiny
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -22,3 +26,50 @@ def test_some_rows_of_one_group_are_a_problem_of_their_own(start, in_place):
     torch.testing.assert_close(written[rows], 0.5 * orthogonalize(matrix[rows]))
     others[rows] = written[rows]
     assert torch.equal(written, others)
+
+
+class InAnyOrder(torch.nn.Module):
+    """Layers called in another order by every rank and in every step."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(6))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        generator = torch.Generator().manual_seed(10 * self.calls + dist.get_rank())
+        for number in torch.randperm(len(self.layers), generator=generator):
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def _skip_steps(overlap):
+    from dmuon_megatron import wrap_with_ddp
+    from tests.harness.dmuon import UNTIMED, dmuon_config, dmuon_optimizer
+    from tests.harness.loop import ddp_config
+    from tests.harness.tiny import start_megatron, transformer_config
+
+    start_megatron()
+    ddp = ddp_config(overlap=overlap, bucket_size=150)
+    (model,) = wrap_with_ddp([InAnyOrder(transformer_config(Tiny()))], ddp, UNTIMED)
+    optimizer = dmuon_optimizer(dmuon_config(Tiny(), overlap=overlap), [model])
+    successes = []
+    for step in range(4):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 12)).sum()
+        (loss * (float("nan") if step == 1 else 1.0)).backward()
+        model.finish_grad_sync()
+        successes.append(optimizer.step()[0])
+    model.settle()
+    return successes, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_after_a_skipped_step_ranks_may_need_the_weights_in_different_orders():
+    results = run_ranks(_skip_steps, 3, True, timeout=60)
+    (_, expected), *_ = run_ranks(_skip_steps, 3, False)
+    for successes, weights in results:
+        assert successes == [True, False, True, True]
+        assert_same(weights, expected)

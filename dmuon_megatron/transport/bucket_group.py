@@ -5,7 +5,6 @@ Megatron reduce-scatters and all-gathers as ever, and ``OwnerBucketGroup`` for t
 matrices. Both share communicators, so both launch in one order on every rank.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +16,7 @@ from dmuon_megatron.transport.reduce import publish_from_owners, reduce_to_owner
 
 
 class LaunchOrder:
-    """Launches the reduces of a model chunk in one fixed order.
+    """Launches the reduces and publishes of a model chunk in fixed orders.
 
     Collectives on one communicator must be launched in the same order by every rank, but gradients
     may complete in another order on some rank, or not at all. A bucket that is ready early waits
@@ -51,6 +50,11 @@ class LaunchOrder:
                 group.launch_reduce(force_all_reduce)
             if group is last:
                 return
+
+    def publish_all(self) -> None:
+        """Start sending, in forward order, the weights of every group that has not sent them."""
+        for group in reversed(self._groups):
+            group.start_param_sync()
 
 
 class OrderedBucketGroup(_ParamAndGradBucketGroup):
@@ -146,13 +150,14 @@ class OrderedBucketGroup(_ParamAndGradBucketGroup):
         super().start_param_sync()
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Wait for this group's weights before the forward pass reads them."""
-        self.start_param_sync()
-        in_flight = self.param_gather_handle is not None
+        """Wait for this group's weights before the forward pass reads them.
+
+        A step that was skipped has sent none. Then all groups send now, since the next ones that
+        this forward pass needs may be others than on another rank.
+        """
+        if not self.param_gather_dispatched:
+            self.order.publish_all()
         self.settle()
-        following = self.next_param_gather_bucket_group
-        if in_flight and following is not None and not skip_next_bucket_dispatch:
-            following.start_param_sync()
 
 
 class OwnerBucketGroup(OrderedBucketGroup):
@@ -219,6 +224,4 @@ def build_bucket_groups(
                 groups.append(OwnerBucketGroup(bucket, *args, segments[number]))
     groups.sort(key=lambda g: min(map(forward_index, g.params)), reverse=True)
     LaunchOrder(groups)
-    for later, earlier in itertools.pairwise(groups):
-        earlier.next_param_gather_bucket_group = later
     return groups
