@@ -72,8 +72,9 @@ class DMuonConfig:
             ("--dmuon-waves", self.waves),
             ("--ddp-bucket-size", self.bucket_size),
             ("--ddp-num-buckets", self.num_buckets),
+            ("--muon-num-ns-steps", self.ns_steps),
         ):
-            if not (_is_count(value) or (value is None and flag != "--dmuon-waves")):
+            if not (_is_count(value) or (value is None and flag.startswith("--ddp"))):
                 raise ValueError(f"{flag} must be a whole number, at least 1, got {value!r}")
 
     @classmethod

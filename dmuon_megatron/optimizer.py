@@ -348,8 +348,8 @@ class DMuonChainedOptimizer(ChainedOptimizer):
                 "with --overlap-grad-reduce every trainable parameter must get a gradient in the "
                 "last microbatch of a step, but these got none: "
                 + "; ".join(f"rank {r}: {shorten(names)}" for r, names, *_ in reports if names)
-                + ". Freeze them (requires_grad=False), or drop --overlap-grad-reduce, and a "
-                "missing gradient counts as zero."
+                + ". Freeze them (requires_grad=False) before the model is wrapped in DDP, or drop "
+                "--overlap-grad-reduce, and a missing gradient counts as zero."
             )
         where = "; ".join(f"rank {r}: {shorten(names)}" for r, _, names, _ in reports if names)
         log_single_rank(

@@ -72,7 +72,8 @@ def decide_ownership(
         )
     answer: list = [None]
     if group.rank() == 0:
-        answer = [_plan_or_error(config, tasks, matrices[0][0].param.device, group.size())]
+        device = next(m.param.device for chunk in matrices for m in chunk)
+        answer = [_plan_or_error(config, tasks, device, group.size())]
     dist.broadcast_object_list(answer, dist.get_global_rank(group, 0), group=group)
     if isinstance(answer[0], str):
         raise RuntimeError(f"planning the owners of the matrices failed: {answer[0]}")

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dmuon_megatron.config import DMuonConfig
+from dmuon_megatron.cost import AnalyticCost
 from dmuon_megatron.muon import Block, Problem, Recipe, orthogonalize_batch
 from dmuon_megatron.orthogonalize import Workspace, orthogonalize
+from dmuon_megatron.planner import MatrixTask, plan_owners
 from tests.harness.compare import assert_same
 from tests.harness.ranks import run_ranks
 from tests.harness.types import Tiny
@@ -73,3 +76,34 @@ def test_after_a_skipped_step_ranks_may_need_the_weights_in_different_orders():
     for successes, weights in results:
         assert successes == [True, False, True, True]
         assert_same(weights, expected)
+
+
+@pytest.mark.parametrize("budget", [1e20, 1e300])
+def test_a_budget_of_ages_is_as_good_as_any(budget):
+    tasks = [MatrixTask(f"m{i}", 64 + i, 128) for i in range(5)]
+    expected = plan_owners(tasks, 2, AnalyticCost("CPU"), budget=20.0)
+    assert plan_owners(tasks, 2, AnalyticCost("CPU"), budget=budget).owner == expected.owner
+
+
+def test_a_number_of_newton_schulz_steps_that_makes_no_sense_is_refused_by_its_flag():
+    for steps in (0, -1, None, 2.5):
+        with pytest.raises(ValueError, match="--muon-num-ns-steps"):
+            DMuonConfig(ns_steps=steps)
+
+
+def _first_chunk_without_matrices():
+    from dmuon_megatron import wrap_with_ddp
+    from tests.harness.dmuon import UNTIMED
+    from tests.harness.loop import ddp_config
+    from tests.harness.tiny import start_megatron, transformer_config
+
+    start_megatron()
+    chunks = [torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)]
+    for chunk in chunks:
+        chunk.config = transformer_config(Tiny())
+    return [sorted(c.ownership.plan.owner) for c in wrap_with_ddp(chunks, ddp_config(), UNTIMED)]
+
+
+def test_the_first_model_chunk_may_have_no_matrix():
+    results = run_ranks(_first_chunk_without_matrices, 2, timeout=60)
+    assert results == [[["chunk1.weight"]] * 2] * 2

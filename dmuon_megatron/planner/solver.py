@@ -201,7 +201,7 @@ def run_apart[T](function: Callable[[], T], seconds: float) -> T:
 
     thread = threading.Thread(target=target, name="dmuon-planner", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise SolverFault(f"the solver did not answer within {seconds:g} s")
     if "error" in outcome:
