@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dmuon_megatron.cli import plan
+from dmuon_megatron.cli import plan, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -12,6 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dmuon-megatron", description=__doc__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add_parser(commands)
+    tune.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
