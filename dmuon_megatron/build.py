@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import (
     DistributedOptimizer,
     OptimizerConfig,
@@ -104,6 +105,7 @@ def get_dmuon_optimizer(
 
     Raises:
         ValueError: a setting that DMuon does not serve.
+        RuntimeError: ranks with different settings; on every rank.
         TypeError: model chunks that were not wrapped by ``wrap_with_ddp``.
     """
     model_chunks = list(model_chunks)
@@ -134,6 +136,11 @@ def get_dmuon_optimizer(
     )
     process_groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
         pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None
+    )
+    _agree(
+        {"lr": config.lr, "weight_decay": config.weight_decay, "clip_grad": config.clip_grad}
+        | dataclasses.asdict(recipe),
+        process_groups["intra_dp_cp_group"],
     )
     buffers = {
         kind: {
@@ -178,6 +185,22 @@ def get_dmuon_optimizer(
     muon.tp_group, muon.expert_tp_group = adam.tp_group, adam.expert_tp_group
     print_report(model_chunks, muon, [adam])
     return DMuonChainedOptimizer(muon, [adam])
+
+
+def _agree(settings: dict, group: dist.ProcessGroup) -> None:
+    """Raise on every rank unless all have the same settings.
+
+    Replicas would stay equal all the same, and every matrix follow the settings of its owner.
+    """
+    seen: list = [None] * group.size()
+    dist.all_gather_object(seen, settings, group=group)
+    differing = [name for name in settings if any(s[name] != seen[0][name] for s in seen)]
+    if differing:
+        raise RuntimeError(
+            "data-parallel ranks have different settings: "
+            + "; ".join(f"{n}, by rank: {', '.join(str(s[n]) for s in seen)}" for n in differing)
+            + ". Start every rank with the same arguments."
+        )
 
 
 def _state_exists(optimizer, config=None) -> None:

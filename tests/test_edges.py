@@ -10,7 +10,7 @@ from dmuon_megatron.muon import Block, Problem, Recipe, orthogonalize_batch
 from dmuon_megatron.orthogonalize import Workspace, orthogonalize
 from dmuon_megatron.planner import MatrixTask, plan_owners
 from tests.harness.compare import assert_same
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_ranks, run_ranks_expecting_error
 from tests.harness.types import Tiny
 
 
@@ -107,3 +107,22 @@ def _first_chunk_without_matrices():
 def test_the_first_model_chunk_may_have_no_matrix():
     results = run_ranks(_first_chunk_without_matrices, 2, timeout=60)
     assert results == [[["chunk1.weight"]] * 2] * 2
+
+
+def _settings_by_rank(name, values):
+    from tests.harness.dmuon import train_dmuon
+
+    train_dmuon(Tiny(layers=1), steps=1, optimizer={name: values[dist.get_rank()]})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("muon_momentum", (0.95, 0.9)), ("muon_scale_mode", ("spectral", "shape_scaling"))]
+    + [(name, (0.1, 0.2)) for name in ("lr", "weight_decay", "clip_grad")],
+)
+def test_ranks_with_different_settings_stop_with_one_error(name, values):
+    messages = run_ranks_expecting_error(
+        _settings_by_rank, 2, name, values, error=RuntimeError, timeout=60
+    )
+    assert messages[0] == messages[1]
+    assert f"{name.removeprefix('muon_')}, by rank: {values[0]}, {values[1]}." in messages[0]
