@@ -126,7 +126,11 @@ def get_dmuon_optimizer(
     # Megatron wants one config object for all children; the caller's stays as it is.
     config = copy.copy(config)
     config.use_distributed_optimizer = True
-    recipe = recipe_from_config(config, settings.ns_method)
+    recipe = mistake = None
+    try:
+        recipe = recipe_from_config(config, settings.ns_method)
+    except ValueError as error:
+        mistake = str(error)
 
     if config_overrides is None:
         config_overrides = get_standard_config_overrides(config)
@@ -137,9 +141,10 @@ def get_dmuon_optimizer(
     process_groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
         pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None
     )
+    numbers = {"lr": config.lr, "weight_decay": config.weight_decay, "clip_grad": config.clip_grad}
     _agree(
-        {"lr": config.lr, "weight_decay": config.weight_decay, "clip_grad": config.clip_grad}
-        | dataclasses.asdict(recipe),
+        numbers | (dataclasses.asdict(recipe) if recipe else {}),
+        mistake,
         process_groups["intra_dp_cp_group"],
     )
     buffers = {
@@ -187,13 +192,18 @@ def get_dmuon_optimizer(
     return DMuonChainedOptimizer(muon, [adam])
 
 
-def _agree(settings: dict, group: dist.ProcessGroup) -> None:
-    """Raise on every rank unless all have the same settings.
+def _agree(settings: dict, mistake: str | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank unless all have the same settings, and none a mistake in them.
 
     Replicas would stay equal all the same, and every matrix follow the settings of its owner.
     """
     seen: list = [None] * group.size()
-    dist.all_gather_object(seen, settings, group=group)
+    dist.all_gather_object(seen, (settings, mistake), group=group)
+    mistakes = [(rank, text) for rank, (_, text) in enumerate(seen) if text]
+    if mistakes:
+        where = "" if len(mistakes) == len(seen) else f" (data-parallel rank {mistakes[0][0]})"
+        raise ValueError(mistakes[0][1] + where)
+    seen = [theirs for theirs, _ in seen]
     differing = [name for name in settings if any(s[name] != seen[0][name] for s in seen)]
     if differing:
         raise RuntimeError(

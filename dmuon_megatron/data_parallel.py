@@ -1,5 +1,6 @@
 """Megatron's DDP with owners: plans who owns what, then lays the buffers out accordingly."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,6 +24,7 @@ class OwnerDataParallel(DistributedDataParallel):
     Attributes:
         ownership: the stage's plan.
         names: parameter to its name in the model.
+        grads_reduced: whether the owners have reduced gradients that no step has used.
     """
 
     def __init__(self, ddp_config, module, layout: FullParamLayout, ownership: Ownership, pg):
@@ -34,6 +36,7 @@ class OwnerDataParallel(DistributedDataParallel):
             full_param_layout=layout,
         )
         self.ownership = ownership
+        self.grads_reduced = False
         self.names = {param: name for name, param in module.named_parameters()}
         segments = {
             id(one.param_index_map): one.segments
@@ -48,6 +51,10 @@ class OwnerDataParallel(DistributedDataParallel):
         self.param_to_bucket_group = {
             param: group for group in self.bucket_groups for param in group.params
         }
+
+    def finish_grad_sync(self, *args, **kwargs):
+        super().finish_grad_sync(*args, **kwargs)
+        self.grads_reduced = True
 
     def params_without_grad(self) -> list[str]:
         """Names of the parameters that got no gradient on this rank in the present step."""
@@ -156,7 +163,18 @@ def wrap_with_ddp(
         for groups in keyed
     ]
     bucket_of = _number_in_forward_order(model_chunks, buckets)
-    ownership = decide_ownership(config, matrices, bucket_of, group)
+    # Buckets of all parameters, Adam's too, must be the same on every rank.
+    common = (
+        [
+            (name, tuple(p.shape), p.dtype)
+            for chunk in model_chunks
+            for name, p in chunk.named_parameters()
+            if p.requires_grad
+        ],
+        bucket_size,
+        dataclasses.asdict(ddp_config),
+    )
+    ownership = decide_ownership(config, matrices, bucket_of, common, group)
     owner = {m.param: ownership.plan.owner[m.name] for chunk in matrices for m in chunk}
 
     wrapped = []

@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
         if self.sealed:
             raise RuntimeError(
                 "parameters cannot be added to a DMuon optimizer: owners are fixed when the model "
-                "is wrapped in DDP. Wrap the changed model and build its optimizer anew."
+                "is wrapped in DDP. Build the changed model anew, wrap it and build its optimizer."
             )
         super().add_param_group(param_group)
 
@@ -306,6 +306,19 @@ class DMuonChainedOptimizer(ChainedOptimizer):
         return self._grad_norm
 
     def step(self):
+        """One step, as ChainedOptimizer's.
+
+        Raises:
+            RuntimeError: on every rank, as ``prepare_grads``, or without reduced gradients.
+        """
+        if not all(chunk.grads_reduced for chunk in self.model_chunks):
+            raise RuntimeError(
+                "no gradients have been reduced since the last optimizer.step(): call Megatron's "
+                "finalize_model_grads(model_chunks) after the backward pass. (DMuon's step leaves "
+                "updates where gradients were, so a second step on them would be wrong.)"
+            )
+        for chunk in self.model_chunks:
+            chunk.grads_reduced = False
         successful, grad_norm, num_zeros = super().step()
         return successful, self._grad_norm if grad_norm is None else grad_norm, num_zeros
 
@@ -341,7 +354,7 @@ class DMuonChainedOptimizer(ChainedOptimizer):
             raise RuntimeError(
                 "the parameter groups of a DMuon optimizer were changed after it was built (on "
                 f"rank {', '.join(map(str, changed))}): owners are fixed when the model is wrapped "
-                "in DDP. Wrap the changed model and build its optimizer anew."
+                "in DDP. Build the changed model anew, wrap it and build its optimizer."
             )
         if any(missing for _, missing, _, _ in reports):
             raise RuntimeError(

@@ -45,6 +45,7 @@ def decide_ownership(
     config: DMuonConfig,
     matrices: list[list[Matrix]],
     bucket_of: Mapping[torch.nn.Parameter, int],
+    common: object,
     group: dist.ProcessGroup,
 ) -> Ownership:
     """Plan on the first rank of the group and agree on the plan. Every rank of it must call this.
@@ -53,6 +54,7 @@ def decide_ownership(
         config: policy and budgets.
         matrices: per model chunk, in forward order.
         bucket_of: bucket of each matrix's parameter, numbered in forward order.
+        common: whatever else the ranks must have in common; compared by its repr.
         group: the ranks among which owners are chosen.
 
     Raises:
@@ -64,7 +66,7 @@ def decide_ownership(
         for m in chunk
     ]
     seen: list = [None] * group.size()
-    dist.all_gather_object(seen, _digest(config, tasks), group=group)
+    dist.all_gather_object(seen, _digest(config, tasks, common), group=group)
     if len(set(seen)) > 1:
         raise RuntimeError(
             "data-parallel ranks have different models or DMuon settings, so they cannot share an "
@@ -126,5 +128,5 @@ def _cost(
     return cost, f"{len(requests) - left} of {len(requests)} times measured on this device"
 
 
-def _digest(config: DMuonConfig, tasks: Sequence[MatrixTask]) -> str:
-    return hashlib.sha256(repr((config, tasks)).encode()).hexdigest()[:16]
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

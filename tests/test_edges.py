@@ -126,3 +126,49 @@ def test_ranks_with_different_settings_stop_with_one_error(name, values):
     )
     assert messages[0] == messages[1]
     assert f"{name.removeprefix('muon_')}, by rank: {values[0]}, {values[1]}." in messages[0]
+
+
+def _sequence(broken):
+    from tests.harness.dmuon import train_dmuon
+
+    def step_again(run):
+        run.optimizer.step()
+
+    def forget(run):
+        run.model.grads_reduced = False  # as without finalize_model_grads
+
+    hooks = {"after_step": step_again} if broken == "twice" else {"before_step": forget}
+    train_dmuon(Tiny(layers=1), steps=1, **hooks)
+
+
+@pytest.mark.parametrize("broken", ["twice", "without finalize_model_grads"])
+def test_a_step_without_newly_reduced_gradients_is_refused(broken):
+    for message in run_ranks_expecting_error(_sequence, 2, broken, error=RuntimeError, timeout=60):
+        assert "no gradients have been reduced" in message and "finalize_model_grads" in message
+
+
+def _different_on_one_rank(what):
+    from tests.harness.dmuon import train_dmuon
+    from tests.harness.gradients import changed_model
+
+    def freeze(model):
+        if dist.get_rank() == 1:
+            model.embedding.word_embeddings.weight.requires_grad_(False)
+
+    if what == "frozen":
+        with changed_model(freeze):
+            train_dmuon(Tiny(layers=1), steps=1)
+    else:
+        momentum = 1.5 if dist.get_rank() == 1 else 0.9
+        train_dmuon(Tiny(layers=1), steps=1, optimizer={"muon_momentum": momentum})
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "says"),
+    [("frozen", RuntimeError, "different models"), ("momentum", ValueError, "rank 1")],
+)
+def test_what_is_wrong_on_one_rank_stops_all(what, error, says):
+    for message in run_ranks_expecting_error(
+        _different_on_one_rank, 2, what, error=error, timeout=60
+    ):
+        assert says in message
