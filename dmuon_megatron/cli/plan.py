@@ -71,12 +71,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="most optimizer state of a rank over the average; 0: no limit (default 1.1)",
     )
     parser.add_argument(
-        "--workspace-mb", type=int, default=4000, help="scratch memory of one batch (default 4000)"
+        "--workspace-mb", type=int, default=1024, help="scratch memory of one batch (default 1024)"
     )
     parser.add_argument(
         "--no-split",
         action="store_true",
-        help="orthogonalize fused weights whole instead of Q, K, V and gate, up apart",
+        help="orthogonalize fused QKV weights whole (--muon-no-split-qkv) instead of Q, K, V apart",
+    )
+    parser.add_argument(
+        "--split-gate-up",
+        action="store_true",
+        help="gate and up of SwiGLU weights apart, too; --optimizer dmuon takes them as one",
     )
     parser.add_argument(
         "--compare", action="store_true", help="add Megatron's LayerWise layout and simple policies"
@@ -128,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
                     memory_limit=options.memory_limit or None,
                     compare=options.compare,
                     bucket_size=options.bucket_size,
-                    workspace=options.workspace_mb * 1_000_000,
+                    workspace=options.workspace_mb * 2**20,
                     tell=lambda doing: progress.update(line, description=doing),
                 )
             )
@@ -158,7 +163,7 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
                 raise ValueError(f"{flag} is planned as one stage: --tp, --pp, --ep must be 1")
             return [Stage(Path(path).name, read(path))]
     model = find_model(options.model)
-    split = not options.no_split
+    blocks = {"split": not options.no_split, "gate_up": options.split_gate_up}
     home = options.tp_mode == "home"
     if model.has_experts and options.tp > 1 and not home:
         raise ValueError("--tp-mode blockwise is not planned for models with experts; use home")
@@ -167,9 +172,9 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
     stages: dict[tuple, Stage] = {}
     for index in range(options.pp):
         part = model.stage(options.pp, index)
-        shards = part.dense_tasks(tp=options.tp, split=split)
-        dense = part.dense_tasks(split=split) if home else shards
-        experts = part.expert_tasks(ep=options.ep, split=split)
+        shards = part.dense_tasks(tp=options.tp, **blocks)
+        dense = part.dense_tasks(**blocks) if home else shards
+        experts = part.expert_tasks(ep=options.ep, **blocks)
         shapes = tuple(sorted((t.rows, t.cols, t.blocks) for t in [*dense, *experts]))
         stages.setdefault(
             shapes,

@@ -28,8 +28,12 @@ class Weight:
     cols: int
     sharding: Sharding = "none"
 
-    def task(self, prefix: str, bucket: int, tp: int, split: bool) -> MatrixTask:
+    def task(self, prefix: str, bucket: int, tp: int, split: bool, gate_up: bool) -> MatrixTask:
         """The weight, or one tensor-parallel shard of it, as a task.
+
+        Args:
+            split: Make its parts blocks of their own, but for gate and up.
+            gate_up: Those too.
 
         Raises:
             ValueError: Its sharded dimension is not divisible by `tp`.
@@ -40,7 +44,8 @@ class Weight:
         elif self.sharding == "cols":
             cols = self._shard(cols, tp)
         rows = sum(parts)
-        blocks = tuple((part, cols) for part in parts) if split else None
+        apart = split and (gate_up or self.name != "fc1")
+        blocks = tuple((part, cols) for part in parts) if apart else None
         return MatrixTask(f"{prefix}.{self.name}", rows, cols, bucket, blocks)
 
     def _shard(self, size: int, tp: int) -> int:
@@ -90,20 +95,25 @@ class Model:
         first = index * size + min(index, larger)
         return Model(self.name, self.layers[first : first + size + (index < larger)])
 
-    def dense_tasks(self, *, tp: int = 1, split: bool = True) -> list[MatrixTask]:
+    def dense_tasks(
+        self, *, tp: int = 1, split: bool = True, gate_up: bool = True
+    ) -> list[MatrixTask]:
         """Every matrix outside the experts, one bucket a layer.
 
         Args:
             tp: Tensor-parallel size; the tasks are the shards of one rank.
             split: Orthogonalize Q, K, V and gate, up apart; else each fused weight as a whole.
+            gate_up: Whether `split` means gate and up, too.
         """
         return [
-            weight.task(layer.prefix, bucket, tp, split)
+            weight.task(layer.prefix, bucket, tp, split, gate_up)
             for bucket, layer in enumerate(self.layers)
             for weight in layer.weights
         ]
 
-    def expert_tasks(self, *, ep: int = 1, split: bool = True) -> list[MatrixTask]:
+    def expert_tasks(
+        self, *, ep: int = 1, split: bool = True, gate_up: bool = True
+    ) -> list[MatrixTask]:
         """Matrices of the experts of one of `ep` expert-parallel ranks.
 
         Raises:
@@ -115,7 +125,7 @@ class Model:
                 raise ValueError(f"{self.name}: {layer.experts} experts do not divide by ep={ep}")
             for expert in range(layer.experts // ep):
                 prefix = f"{layer.prefix}.experts.{expert}"
-                tasks += [weight.task(prefix, bucket, 1, split) for weight in layer.expert]
+                tasks += [weight.task(prefix, bucket, 1, split, gate_up) for weight in layer.expert]
         return tasks
 
 

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,6 +23,14 @@ Policy = Literal["milp", "lpt", "numel", "round-robin"]
 
 CLOSE_ENOUGH = 100
 """A first assignment within this fraction of the simple bound (one part in ...) is kept."""
+
+MEMORY_PRICE = 0.04
+"""How much longer the slowest rank may take for the sake of the default memory bound.
+
+Even memory usually costs next to nothing. With few matrices a rank it can cost half of the time."""
+
+WIDER_LIMITS = (1.25, 1.5, 2.0, 3.0, None)
+"""Bounds to try, in order, where one is too dear; None: no bound."""
 
 HANG_SECONDS = 120.0
 """Without a budget, a search that has not come back after this long is given up."""
@@ -63,7 +71,8 @@ def plan_owners(
             and goes on to a nearly optimal plan with HiGHS; "numel" places the largest matrix
             first, without looking at time; "round-robin" deals in forward order.
         memory_limit: Bound on a rank's optimizer state as a multiple of the average; the largest
-            matrix always fits. None: no bound. "numel" and "round-robin" ignore bounds.
+            matrix always fits. None: no bound. "numel" and "round-robin" ignore bounds. A bound
+            that would cost more than MEMORY_PRICE of the time is widened, and a note says so.
         max_batch: Largest Newton-Schulz batch.
         workspace: Bound in bytes on the temporary memory of one batch.
         waves: Largest number of waves the buckets are grouped into.
@@ -83,6 +92,9 @@ def plan_owners(
     ordered = forward_order(tasks)
     problem = Problem(ordered, as_workers(workers), cost, max_batch=max_batch, workspace=workspace)
     caps = memory_caps(problem, memory_limit)
+    dear = ()
+    if policy in ("milp", "lpt") and memory_limit is not None:
+        caps, dear = _affordable(problem, caps, memory_limit)
     if policy == "round-robin":
         owner = {task.name: i % problem.ranks for i, task in enumerate(ordered)}
         choice = Choice(problem.counts_of(owner), simple_bound(problem), caps, policy)
@@ -95,11 +107,39 @@ def plan_owners(
     )
     return make_plan(
         problem,
-        choice,
+        replace(choice, notes=dear + choice.notes),
         expansion,
         policy=policy,
         memory_cap=int(choice.caps.max()) if bounded else None,
         seconds=time.perf_counter() - began,
+    )
+
+
+def _affordable(
+    problem: Problem, caps: np.ndarray, limit: float
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The caps, or the first wider ones that cost little time, with a note that says so.
+
+    Judged by the quick first assignments.
+    """
+
+    def makespan(caps: np.ndarray) -> int:
+        return int(problem.loads(_first_assignment(problem, caps)[0]).max(initial=0))
+
+    best = makespan(memory_caps(problem, None))
+    asked = makespan(caps)
+    if asked <= (1 + MEMORY_PRICE) * best:
+        return caps, ()
+    for wider in WIDER_LIMITS:
+        if wider is not None and wider <= limit:
+            continue
+        caps = memory_caps(problem, wider)
+        if makespan(caps) <= (1 + MEMORY_PRICE) * best:
+            break
+    bound = "without a bound" if wider is None else f"up to {wider} times the average"
+    return caps, (
+        f"optimizer state is balanced {bound}, since {limit} times the average would make the "
+        f"slowest rank {asked / best - 1:.0%} slower",
     )
 
 
@@ -206,7 +246,8 @@ def _first_assignment(
     notes = ()
     if caps is not asked:
         notes = (
-            f"memory cap relaxed from {int(asked.max())} to {int(caps.max())} bytes a rank: "
+            f"memory cap relaxed from {asked.max() / 2**30:.2f} to {caps.max() / 2**30:.2f} GiB a "
+            "rank: "
             "the matrices do not fit otherwise",
         )
     return start.local_search(problem, assignment, caps), caps, notes
