@@ -55,9 +55,10 @@ def print_report(model_chunks: Sequence[OwnerDataParallel], muon, rest: Sequence
     saved = 1 - plan.makespan / ownership.makespan_by_numel if ownership.makespan_by_numel else 0
     console.print(
         f"DMuon: owners by {settings.owner_policy} from {ownership.cost}, in "
-        f"{plan.solve_seconds:.2f} s: slowest {_ms(plan.makespan)} ms, {plan.balance:.3f} x the "
-        f"mean, at most {100 * plan.gap:.2f} % above the optimum, {100 * saved:.0f} % less than "
-        f"balanced by size; {plan.segments} segments in {plan.buckets} buckets"
+        f"{plan.solve_seconds:.2f} s: Newton-Schulz of the slowest, alone on its device, "
+        f"{_ms(plan.makespan)} ms, {plan.balance:.3f} x the mean, at most {100 * plan.gap:.2f} % "
+        f"above the optimum, {100 * saved:.0f} % less than balanced by size; segments: "
+        f"{plan.segments} in buckets: {plan.buckets}"
     )
     console.print(
         f"DMuon: padding on the wire: {padding:,} elements; Newton-Schulz workspace: at most "

@@ -5,6 +5,7 @@ the TensorBoard files that Megatron writes, the rest of its output goes to a log
 """
 
 import argparse
+import math
 import re
 import shutil
 import statistics
@@ -218,8 +219,11 @@ def summary_table(runs: dict[str, Run]) -> Table:
             name,
             flags[flags.index("--lr") + 1],
             f"{run.validation:.3f}",
-            f"{1e3 * run.step_seconds:.0f}",
-            f"{run.optimizer_share:.1%}",
+            *(
+                ["-", "-"]
+                if math.isnan(run.step_seconds)
+                else [f"{1e3 * run.step_seconds:.0f}", f"{run.optimizer_share:.1%}"]
+            ),
         )
     return table
 
@@ -236,11 +240,12 @@ def draw(runs: dict[str, Run], picture: Path) -> None:
         steps = range(1, len(run.losses) + 1)
         window = max(1, len(run.losses) // 20)
         smooth = [statistics.fmean(run.losses[max(0, step - window) : step]) for step in steps]
-        (line,) = axes.plot(steps, smooth, label=f"{name} (validation {run.validation:.3f})")
+        label = f"{name} (validation {run.validation:.3f})"
+        (line,) = axes.plot(steps, smooth, ".-" if len(steps) < 5 else "-", label=label)
         axes.plot(steps, run.losses, color=line.get_color(), alpha=0.25)
     axes.set(
         title="A 4-layer GPT on the Python standard library's sources",
-        xlabel="step",
+        xlabel="step (faint: each step; bold: mean of the last ones)",
         ylabel="training loss, nats a byte",
     )
     axes.grid(alpha=0.3)
@@ -298,7 +303,7 @@ def compare(optimizers: list[str], steps: int, nproc: int) -> None:
         "communication hidden behind forward and backward is not in it."
     )
     draw(runs, PICTURE)
-    console.print(f"curves in {PICTURE}; all of it took {time.monotonic() - began:.0f} s")
+    console.print(f"curves in {PICTURE}; without set-up it took {time.monotonic() - began:.0f} s")
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ dmuon_python_works() {
     "$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 12))' </dev/null >/dev/null 2>&1
 }
 
+dmuon_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' </dev/null; }
+
 # Prints the interpreter to build the environment with.
 dmuon_find_python() {
     local candidate minor
@@ -64,6 +66,13 @@ dmuon_install() {
     local stamp="$venv/dmuon-stamp" unfinished="$venv/dmuon-unfinished" ours="$venv/dmuon-ours"
     local sources
     sources=$(cat "$DMUON_ROOT/pyproject.toml" "$DMUON_ROOT/examples/setup.sh" | cksum)
+
+    if [ -n "${PYTHON:-}" ] && [ -e "$stamp" ]; then
+        python=$(dmuon_find_python) || exit 1
+        [ "$(dmuon_version "$python")" = "$(dmuon_version "$venv/bin/python")" ] ||
+            dmuon_fail "$venv was made with Python $(dmuon_version "$venv/bin/python"), PYTHON=$PYTHON" \
+                "is $(dmuon_version "$python"): remove it, or set DMUON_VENV to another folder"
+    fi
 
     if [ ! -e "$venv/pyvenv.cfg" ] || { [ -e "$ours" ] && [ -e "$unfinished" ]; } ||
         ! dmuon_python_works "$venv/bin/python"; then
