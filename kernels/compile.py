@@ -45,9 +45,12 @@ def binary_directory(spec: Spec) -> Path | None:
 
 
 def is_built(spec: Spec) -> bool:
-    """Whether a compiled kernel is in the directory of ``use_cache``."""
+    """Whether a compiled kernel is in the directory of ``use_cache``; not if the disk fails."""
     folder = binary_directory(spec)
-    return folder is not None and any(folder.rglob("manifest.json"))
+    try:
+        return folder is not None and any(folder.rglob("manifest.json"))
+    except OSError:
+        return False
 
 
 @cache

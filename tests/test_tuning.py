@@ -274,6 +274,27 @@ def test_a_kernel_that_cannot_be_built_here_is_tried_again_elsewhere(tmp_path):
     assert make_tuner(bench, tmp_path).missing([SQUARE]) == [(SQUARE, "kernel")]
 
 
+def test_two_processes_do_not_tune_one_device_at_once(tmp_path, monkeypatch):
+    """tile-ai/TileOPs#772: a timing taken under load was kept for ever."""
+    from contextlib import contextmanager
+
+    holders = []
+
+    @contextmanager
+    def locked(path, seconds):
+        holders.append(path)
+        # while this process waited, another one has measured
+        Store(tmp_path).update(KIND, {"device": "made up"}, {f"{SQUARE.name}/torch": 10.0})
+        yield
+        assert bench.timed == ["kernel"]
+        holders.append("released")
+
+    monkeypatch.setattr(tuning.tuner, "locked", locked)
+    bench = Bench({"kernel": (5e-6, right)})
+    make_tuner(bench, tmp_path).measure([SQUARE], 100)
+    assert len(holders) == 2
+
+
 def test_nonsense_in_the_store_is_not_chosen(tmp_path):
     key = {"device": "made up"}
     values = {f"{SQUARE.name}/torch": 10.0, f"{SQUARE.name}/kernel": -1.0}
@@ -349,6 +370,25 @@ def test_newton_schulz_on_the_kernels_equals_torch(shape):
     assert mine <= 1.2 * theirs, (mine, theirs)
 
 
+@pytest.mark.parametrize("k", [72, 75])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kernels_get_whole_16_byte_pieces(k, transposed, monkeypatch):
+    """On a GPU every kernel declares m and k as multiples of 8 and refuses others."""
+    calls = []
+    monkeypatch.setattr(
+        "dmuon_megatron.kernels.compile.load",
+        lambda spec: lambda *arguments: calls.append([t.shape for t in arguments[:4]]),
+    )
+    for m in (40, 44):
+        problem = Problem("symmetric", "bfloat16", m, m, k, 1, transposed)
+        x = torch.randn(k, m).mT if transposed else torch.randn(m, k)
+        x = x.bfloat16()
+        kernels = tuning.TileLangBackend({problem: Config(64, 64, 64, 4, 128)}, "sm_90a")
+        assert kernels.symmetric(torch.empty(m, m, dtype=x.dtype), x, x.mT, None, 1.0, 0.0)
+    assert len(calls) == 2
+    assert all(size % 8 == 0 for shapes in calls for shape in shapes for size in shape[1:])
+
+
 def test_a_batch_of_another_class_runs_the_nearest_kernel():
     config, other = Config(64, 32, 32, 1, 128, 2), Config(32, 32, 32, 1, 128)
     kernels = tuning.TileLangBackend(
@@ -356,10 +396,10 @@ def test_a_batch_of_another_class_runs_the_nearest_kernel():
     )
 
     def find(batch):
-        return kernels._find("symmetric", torch.empty(batch, 40, 40), 40, 40, 40, False, True)
+        return kernels._find(SQUARE._replace(batch=0), torch.empty(batch, 40, 40))
 
     assert [find(batch) for batch in (1, 2, 7, 100)] == [config, config, other, other]
-    assert kernels._find("symmetric", torch.empty(1, 40, 40), 40, 40, 41, False, True) is None
+    assert kernels._find(SQUARE._replace(batch=0, k=41), torch.empty(1, 40, 40)) is None
 
 
 @pytest.fixture
@@ -391,7 +431,7 @@ def test_a_kernel_wrong_on_this_device_is_not_adopted(built, monkeypatch):
 
     real = compiler.load
 
-    def broken(spec):
+    def broken(spec):  # what the tilings' own numbers do not show
         kernel = real(spec)
         if spec.op == "symmetric":
             return lambda a, b, c, d, *numbers: (kernel(a, b, c, d, *numbers), d[:, 0, 0].zero_())
@@ -456,8 +496,21 @@ def test_a_disk_that_fails_costs_the_binaries_only(tmp_path, monkeypatch):
     def stale(*arguments, **options):
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(Path, "mkdir", stale)
-    assert not tuning.unpack(tuning.pack([]), tmp_path)
+    from dmuon_megatron.kernels import compile as compiler
+    from dmuon_megatron.tuning.adopt import spec_of
+
+    spec = spec_of(APPLY, compiler.configs("multiply", "cpu")[0], "cpu")
+    try:
+        compiler.use_cache(tmp_path)
+        compiler.binary_directory(spec).mkdir(parents=True)
+        monkeypatch.setattr(Path, "rglob", stale)
+        monkeypatch.setattr(Path, "mkdir", stale)
+        monkeypatch.setattr("tarfile.TarFile.add", stale)
+        assert not compiler.is_built(spec)
+        assert tuning.pack([spec]) == b""
+        assert not tuning.unpack(b"", tmp_path)
+    finally:
+        compiler.use_cache(None)
 
 
 def test_without_a_gpu_torch_is_prepared(tmp_path):

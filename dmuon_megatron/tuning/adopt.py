@@ -1,14 +1,14 @@
 """The TileLang backend: kernels that were verified on this device, for the products they serve."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmuon_megatron.kernels.config import Config, Spec, padded
-from dmuon_megatron.kernels.launch import make_spec, matmul_add, symmetric_matmul
+from dmuon_megatron.kernels.launch import direct, make_spec, matmul_add, symmetric_matmul
 from dmuon_megatron.orthogonalize import backend as backends
 from dmuon_megatron.tuning.problems import Problem, batch_class
 from dmuon_megatron.tuning.verify import fault
@@ -37,6 +37,7 @@ class TileLangBackend:
 
     def __init__(self, choices: Mapping[Problem, Config], arch: str) -> None:
         self.arch = arch
+        self._loaded: dict[tuple[Problem, Config], Callable[..., None]] = {}
         self._classes: dict[Problem, dict[int, Config]] = {}
         for problem, config in choices.items():
             same = self._classes.setdefault(problem._replace(batch=0), {})
@@ -56,13 +57,17 @@ class TileLangBackend:
             x.stride(),
         ):
             return False  # only X itself can be added
-        config = self._find("multiply", out, m, n, k, False, c is not None)
+        problem = Problem("multiply", _name(out), m, n, k, 0, False, c is not None)
+        config = self._find(problem, out)
         if config is None:
             return False
         beta = 0.0 if c is None else beta
-        matmul_add(
-            q, x, alpha=alpha, beta=beta, right=right, out=out, config=config, arch=self.arch
-        )
+        ready = direct(a, b, x, out)
+        if ready is not None:
+            self._kernel(problem, config)(*ready, alpha, beta)
+        else:
+            options = dict(alpha=alpha, beta=beta, right=right, out=out)
+            matmul_add(q, x, **options, config=config, arch=self.arch)
         return True
 
     def symmetric(
@@ -70,25 +75,39 @@ class TileLangBackend:
     ) -> bool:
         m, k = a.shape[-2:]
         transposed = not a.is_contiguous()
-        config = self._find("symmetric", out, m, m, k, transposed, c is not None)
+        problem = Problem("symmetric", _name(out), m, m, k, 0, transposed, c is not None)
+        config = self._find(problem, out)
         if config is None:
             return False
         # the kernel wants B of a B^T in a's layout: b's transpose, or a symmetric b itself
         right = b.mT if b.mT.is_contiguous() != transposed else b
-        symmetric_matmul(
-            a, right, c, alpha=alpha, beta=beta, out=out, config=config, arch=self.arch
-        )
+        addend = out if c is None else c
+        ready = direct(*((a.mT, right.mT) if transposed else (a, right)), addend, out)
+        if ready is not None and k % 8 == 0:  # a transposed operand's k is not its last dimension
+            self._kernel(problem, config)(*ready, alpha, beta, 0.0)
+        else:
+            options = dict(alpha=alpha, beta=beta, out=out)
+            symmetric_matmul(a, right, c, **options, config=config, arch=self.arch)
         return True
 
-    def _find(
-        self, op: str, out: Tensor, m: int, n: int, k: int, transposed: bool, has_c: bool
-    ) -> Config | None:
-        dtype = str(out.dtype).removeprefix("torch.")
-        known = self._classes.get(Problem(op, dtype, m, n, k, 0, transposed, has_c))
+    def _find(self, problem: Problem, out: Tensor) -> Config | None:
+        known = self._classes.get(problem)
         if known is None:
             return None
-        size = batch_class(max(1, out.numel() // (m * n)))
+        size = batch_class(max(1, out.numel() // (problem.m * problem.n)))
         return known[min(known, key=lambda known_size: (abs(known_size - size), known_size))]
+
+    def _kernel(self, problem: Problem, config: Config) -> Callable[..., None]:
+        kernel = self._loaded.get((problem, config))
+        if kernel is None:
+            from dmuon_megatron.kernels.compile import load
+
+            kernel = self._loaded[problem, config] = load(spec_of(problem, config, self.arch))
+        return kernel
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 class Adopted(NamedTuple):

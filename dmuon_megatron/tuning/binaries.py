@@ -10,15 +10,22 @@ from dmuon_megatron.kernels.config import Spec
 
 
 def pack(specs: Iterable[Spec]) -> bytes:
-    """The files of compiled kernels as one archive; what is not there is left out."""
+    """The files of compiled kernels as one archive.
+
+    What is not there is left out; if the disk fails, there is nothing in it, and :func:`adopt`
+    then reports the kernels as missing on the nodes that got it.
+    """
     from dmuon_megatron.kernels.compile import binary_directory
 
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as archive:
-        for spec in dict.fromkeys(specs):
-            folder = binary_directory(spec)
-            if folder is not None and folder.is_dir():
-                archive.add(folder, f"{folder.parent.name}/{folder.name}")
+    try:
+        with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as archive:
+            for spec in dict.fromkeys(specs):
+                folder = binary_directory(spec)
+                if folder is not None and folder.is_dir():
+                    archive.add(folder, f"{folder.parent.name}/{folder.name}")
+    except OSError:
+        return b""
     return stream.getvalue()
 
 
