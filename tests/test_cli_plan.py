@@ -19,8 +19,13 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
+# The settings of the study whose figures are known.
+STUDY = ["--no-split", "--workspace-mb", "4000"]
+
+
 def test_the_table_compares_with_megatron(capsys):
-    status, out, _ = run(capsys, "--model", "qwen2.5-7b", "--dp", 8, "--compare", "--no-split")
+    command = ["--model", "qwen2.5-7b", "--dp", 8, "--compare", *STUDY]
+    status, out, _ = run(capsys, *command)
     assert status == 0
     for text in ("Megatron LayerWise", "57.86", "45.86", "ping-pong", "round robin", "lower bound"):
         assert text in out
@@ -28,7 +33,7 @@ def test_the_table_compares_with_megatron(capsys):
 
 def test_json_is_all_of_standard_output():
     command = [sys.executable, "-m", "dmuon_megatron.cli", "plan", "--model", "Qwen2.5-7B"]
-    command += ["--dp", "16", "--json", "--compare", "--memory-limit", "0", "--no-split"]
+    command += ["--dp", "16", "--json", "--compare", "--memory-limit", "0", *STUDY]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (stage,) = json.loads(done.stdout)
     assert stage["makespan_seconds"] == pytest.approx(16.74e-3, rel=5e-3)
