@@ -9,4 +9,5 @@ set -u
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 cd "$DMUON_ROOT" || exit 1
-exec "$DMUON_PYTHON" examples/quickstart.py "$@"
+# Megatron warns of every optional package that is missing, here where nothing needs one.
+exec "$DMUON_PYTHON" -W ignore::UserWarning examples/quickstart.py "$@"
